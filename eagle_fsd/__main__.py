@@ -1,0 +1,218 @@
+"""Commands: `python -m eagle_fsd generate|compare|inspect|fetch`.
+
+    python -m eagle_fsd generate --target demo --draft-head demo --prompt "Why is the sky blue?"
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from eagle_fsd.acceptance import add_rule_arguments, rule_from_args
+from eagle_fsd.checkpoint import check_fit, describe_head, load_head, load_target_config, locate_head
+from eagle_fsd.config import SamplingConfig
+from eagle_fsd.decoder import GenerationResult, SpeculativeDecoder, Step
+from eagle_fsd.default_target import ensure_default_target
+
+USER_ERRORS = (ValueError, TypeError, OSError, RuntimeError)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; a user's error is one line on stderr and status 2."""
+    args = build_parser().parse_args(argv)
+    command: Callable[[argparse.Namespace], int] = args.command
+    try:
+        return command(args)
+    except USER_ERRORS as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        print(f"eagle_fsd: {lines[0]}", file=sys.stderr)  # noqa: T201
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """All commands and their flags."""
+    parser = argparse.ArgumentParser(prog="python -m eagle_fsd", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    generate = commands.add_parser("generate", help="answer one prompt; the text streams as it is made")
+    _add_model_arguments(generate)
+    _add_request_arguments(generate)
+    add_rule_arguments(generate)
+    generate.add_argument("--plain", action="store_true", help="plain decoding, without a draft tree")
+    generate.add_argument("--json", action="store_true", help="print the result and its figures as one JSON object")
+    generate.set_defaults(command=_generate)
+
+    compare = commands.add_parser("compare", help="answer one prompt with plain decoding and with the tree")
+    _add_model_arguments(compare)
+    _add_request_arguments(compare)
+    add_rule_arguments(compare)
+    compare.add_argument("--json", action="store_true", help="print both results as one JSON object")
+    compare.set_defaults(command=_compare)
+
+    inspect = commands.add_parser("inspect", help="say what a draft head is, and whether it fits a target")
+    inspect.add_argument("head", help="demo, a hub id or a folder")
+    inspect.add_argument("--target", help="demo, a hub id, a folder or a .gguf file")
+    inspect.add_argument("--json", action="store_true", help="print JSON")
+    inspect.set_defaults(command=_inspect)
+
+    fetch = commands.add_parser("fetch", help="fetch and convert the default target, when it is not there yet")
+    fetch.set_defaults(command=_fetch)
+    return parser
+
+
+def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("models")
+    group.add_argument("--target", required=True, help="demo, a hub id, a folder or a .gguf file")
+    group.add_argument("--draft-head", help="demo, a hub id or a folder in EAGLE's format")
+    group.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
+    group.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps")
+    group.add_argument("--tree", default="auto", help="auto or N,DEPTH,K: draft tokens, levels, children")
+    group.add_argument("--revision", help="of a hub id")
+    group.add_argument("--attn-implementation", choices=("eager", "sdpa"), help="attention of the target")
+
+
+def _add_request_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("request")
+    group.add_argument("--prompt", required=True, help="one user message, or - to read it from standard input")
+    group.add_argument("--system", help="system message")
+    group.add_argument("--max-new-tokens", type=int, default=256)
+    group.add_argument("--stop", action="append", default=[], help="stop string; may be given several times")
+    group.add_argument("--seed", type=int, default=0)
+    SamplingConfig.add_arguments(parser)
+
+
+def _load_decoder(args: argparse.Namespace) -> SpeculativeDecoder:
+    options = {"revision": args.revision, "attn_implementation": args.attn_implementation}
+    return SpeculativeDecoder.from_pretrained(
+        args.target,
+        draft_head=args.draft_head,
+        dtype=args.dtype,
+        device=args.device,
+        tree=args.tree,
+        **{name: value for name, value in options.items() if value is not None},
+    )
+
+
+def _request_options(args: argparse.Namespace) -> dict[str, Any]:
+    sampling = dataclasses.asdict(SamplingConfig.from_args(args))
+    return sampling | {"max_new_tokens": args.max_new_tokens, "stop": args.stop, "seed": args.seed}
+
+
+def _messages(args: argparse.Namespace) -> list[dict[str, str]]:
+    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    system = [{"role": "system", "content": args.system}] if args.system else []
+    return [*system, {"role": "user", "content": prompt}]
+
+
+def _generate(args: argparse.Namespace) -> int:
+    rule = rule_from_args(args)
+    messages, options = _messages(args), _request_options(args)
+    decoder = _load_decoder(args)
+    if args.plain:
+        result = decoder.plain(messages, rule=rule, **options)
+        if not args.json:
+            _write(result.text)
+    else:
+        result = _stream(decoder, messages, show=not args.json, rule=rule, **options)
+    if args.json:
+        _print_json(_as_json(result))
+    else:
+        _write(f"\n\n{_summary(result)}\n")
+    return 0
+
+
+def _stream(decoder: SpeculativeDecoder, messages: Any, *, show: bool, **options: Any) -> GenerationResult:
+    step: Step | None = None
+    for step in decoder.stream(messages, **options):
+        if show:
+            _write(step.text)
+    assert step is not None
+    assert step.result is not None
+    return step.result
+
+
+def _compare(args: argparse.Namespace) -> int:
+    rule = rule_from_args(args)
+    messages, options = _messages(args), _request_options(args)
+    decoder = _load_decoder(args)
+    warm_up = options | {"max_new_tokens": min(8, args.max_new_tokens)}
+    decoder.plain(messages, **warm_up)
+    decoder.generate(messages, rule=rule, **warm_up)
+    if args.json:
+        plain = decoder.plain(messages, **options)
+        tree = decoder.generate(messages, rule=rule, **options)
+        ratio = tree.stats.tokens_per_second / plain.stats.tokens_per_second
+        _print_json({"plain": _as_json(plain), "tree": _as_json(tree), "ratio": ratio})
+        return 0
+    _write("--- plain decoding\n")
+    plain = decoder.plain(messages, **options)
+    _write(f"{plain.text}\n\n{_summary(plain)}\n\n--- EAGLE-2, {rule.spec}\n")
+    tree = _stream(decoder, messages, show=True, rule=rule, **options)
+    ratio = tree.stats.tokens_per_second / plain.stats.tokens_per_second
+    same = "identical" if tree.token_ids == plain.token_ids else "different"
+    _write(f"\n\n{_summary(tree)}\n\nthe two texts are {same}; EAGLE-2 / plain tokens per second: {ratio:.2f}\n")
+    return 0
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    folder = locate_head(args.head)
+    head = load_head(folder)
+    facts = describe_head(head, folder)
+    if args.target:
+        config = load_target_config(args.target)
+        check_fit(head.config, config, config.vocab_size)
+        facts["fits"] = args.target
+    if args.json:
+        _print_json(facts)
+    else:
+        width = max(map(len, facts))
+        _write("".join(f"{name:<{width}}  {value}\n" for name, value in facts.items() if value is not None))
+    return 0
+
+
+def _fetch(_: argparse.Namespace) -> int:
+    _write(f"{ensure_default_target()}\n")
+    return 0
+
+
+def _summary(result: GenerationResult) -> str:
+    """One line of figures."""
+    stats = result.stats
+    parts = [f"{stats.num_tokens} tokens", f"{stats.tokens_per_second:.1f} tokens/s"]
+    if stats.acceptance_length is not None:
+        parts.append(f"acceptance length {stats.acceptance_length:.2f}")
+    if stats.num_rescued:
+        parts.append(f"{stats.num_rescued} rescued")
+    if stats.kl_spent is not None:
+        parts.append(f"KL spent {stats.kl_spent:.3f} nats")
+    if stats.regret_spent is not None:
+        parts.append(f"regret spent {stats.regret_spent:.3f} nats")
+    return f"[{', '.join([*parts, f'rule {stats.rule}', f'tree {stats.tree}', f'stopped by {result.finish_reason}'])}]"
+
+
+def _as_json(result: GenerationResult) -> dict[str, Any]:
+    return {
+        "text": result.text,
+        "token_ids": result.token_ids,
+        "finish_reason": result.finish_reason,
+        "stats": result.stats.to_dict(),
+    }
+
+
+def _print_json(value: dict[str, Any]) -> None:
+    _write(json.dumps(value, ensure_ascii=False, default=str) + "\n")
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

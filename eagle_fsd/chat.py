@@ -1,0 +1,183 @@
+"""Between people and tokens: prompts to ids, ids to text as it grows, stop strings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Prompt = str | Sequence[Mapping[str, Any]] | Tensor
+
+
+def encode_prompt(prompt: Prompt, tokenizer: Any | None, vocabulary_size: int) -> Tensor:
+    """Token ids of one prompt.
+
+    Args:
+        prompt: one user message, a list of chat messages ({"role", "content"}), or raw ids [1, P] or [P].
+        tokenizer: its chat template renders messages; without a template a string is encoded as it is.
+        vocabulary_size: ids must be below it.
+
+    Returns:
+        [P] int64, P >= 1.
+
+    Raises:
+        TypeError: for anything else.
+        ValueError: for an empty prompt, several prompts or ids outside the vocabulary.
+    """
+    if isinstance(prompt, Tensor):
+        return _check_ids(prompt, vocabulary_size)
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    elif not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+        raise TypeError(f"prompt must be text, a list of chat messages or input_ids [1, P], got {type(prompt).__name__}")
+    if prompt and all(isinstance(item, str) for item in prompt):
+        raise ValueError(f"one prompt at a time: got a list of {len(prompt)} texts; call once for each")
+    _check_messages(prompt)
+    if tokenizer is None:
+        raise ValueError("text needs a tokenizer and this target came without one; pass tokenizer= or raw input_ids [1, P]")
+    if getattr(tokenizer, "chat_template", None):
+        ids = tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, tokenize=True, return_dict=False)
+    elif len(prompt) == 1:
+        ids = tokenizer(prompt[0]["content"])["input_ids"]
+    else:
+        raise ValueError("this tokenizer has no chat template for a list of messages; pass one text or raw input_ids [1, P]")
+    return _check_ids(torch.tensor(ids, dtype=torch.int64), vocabulary_size)
+
+
+def _check_messages(messages: Sequence[Any]) -> None:
+    if not messages:
+        raise ValueError("the prompt is empty; give a text, at least one chat message, or input_ids [1, P]")
+    for number, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
+            raise TypeError(f'chat message {number} must have "role" and "content", got {message!r}')
+        if not isinstance(message["content"], str):
+            raise TypeError(f"content of chat message {number} must be text, got {type(message['content']).__name__}")
+    if messages[-1]["role"] == "user" and not messages[-1]["content"]:
+        raise ValueError("the prompt is empty; give at least one character")
+
+
+def _check_ids(ids: Tensor, vocabulary_size: int) -> Tensor:
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"input_ids must be int64, got {ids.dtype}")
+    if ids.dim() == 2 and ids.shape[0] > 1:
+        raise ValueError(f"one prompt at a time: got input_ids of shape {list(ids.shape)}, want [1, P]; call once for each")
+    if ids.dim() not in (1, 2):
+        raise ValueError(f"input_ids must have shape [1, P] or [P], got {list(ids.shape)}")
+    ids = ids.reshape(-1).to(torch.int64)
+    if ids.numel() == 0:
+        raise ValueError("the prompt is empty; give at least one token")
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocabulary_size:
+        raise ValueError(
+            f"input_ids must be in [0, {vocabulary_size}), got {low if low < 0 else high}; is it another model's tokenizer?"
+        )
+    return ids
+
+
+class Detokenizer:
+    """Turns ids into text as they come, never inside a multi-byte character.
+
+    All pieces joined, `flush` included, are the decoding of all ids.
+    """
+
+    # Decoding can look back (a leading space, a byte run), so the last readable piece is decoded again with each new one.
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._start = 0
+        self._read = 0
+
+    def add(self, token_id: int) -> str:
+        """Takes one id; returns the text that it made readable, which may be none."""
+        self._ids.append(token_id)
+        known, text = self._decode(self._read), self._decode(len(self._ids))
+        if len(text) <= len(known) or text.endswith("\ufffd"):
+            return ""
+        self._start, self._read = self._read, len(self._ids)
+        return text[len(known) :]
+
+    def flush(self) -> str:
+        """The text held back, bytes that never became a character included (as U+FFFD)."""
+        text = self._decode(len(self._ids))[len(self._decode(self._read)) :]
+        self._start = self._read = len(self._ids)
+        return text
+
+    def _decode(self, stop: int) -> str:
+        text: str = self._tokenizer.decode(
+            self._ids[self._start : stop], skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return text
+
+
+class StopStrings:
+    """Finds stop strings in text that comes in pieces, and holds back what may become one.
+
+    Args:
+        strings: none of them empty.
+    """
+
+    def __init__(self, strings: Iterable[str]) -> None:
+        self._strings = tuple(strings)
+        self._held = ""
+
+    def add(self, text: str) -> tuple[str, bool]:
+        """Takes a piece; returns the text that is safe to show and whether a stop string was completed.
+
+        The stop string itself and all behind it are not shown.
+        """
+        self._held += text
+        found = [place for string in self._strings if (place := self._held.find(string)) >= 0]
+        if found:
+            shown, self._held = self._held[: min(found)], ""
+            return shown, True
+        keep = max((_overlap(self._held, string) for string in self._strings), default=0)
+        shown, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        return shown, False
+
+    def flush(self) -> str:
+        """What was held back for a stop string that did not come."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, string: str) -> int:
+    """Length of the longest end of `text` that `string` begins with, short of all of it."""
+    for length in range(min(len(text), len(string) - 1), 0, -1):
+        if text.endswith(string[:length]):
+            return length
+    return 0
+
+
+def check_stops(stop: str | Sequence[str] | None) -> tuple[str, ...]:
+    """One stop string or several, as a tuple.
+
+    Raises:
+        TypeError: for anything but text.
+        ValueError: for an empty stop string, which would stop before the first token.
+    """
+    strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    for string in strings:
+        if not isinstance(string, str):
+            raise TypeError(f"stop must be text or a list of texts, got {string!r}; token ids go to stop_ids")
+        if not string:
+            raise ValueError("a stop string must not be empty")
+    return strings
+
+
+def special_token_id(string: str, tokenizer: Any) -> int | None:
+    """The id of a special token that is written like this, which text without special tokens never shows."""
+    if string in getattr(tokenizer, "all_special_tokens", ()) or string in tokenizer.get_added_vocab():
+        token_id = tokenizer.convert_tokens_to_ids(string)
+        return token_id if isinstance(token_id, int) else None
+    return None
+
+
+def merge_stop_ids(*sources: int | Iterable[int] | None) -> frozenset[int]:
+    """Every id of every source: generation config, tokenizer, user."""
+    merged: set[int] = set()
+    for source in sources:
+        if source is not None:
+            merged.update([source] if isinstance(source, int) else source)
+    return frozenset(merged)

@@ -1,0 +1,354 @@
+"""Loading targets and draft heads, saving draft heads in EAGLE's format."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+import shutil
+import tempfile
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
+
+from eagle_fsd.default_target import DEMO, ensure_default_target
+from eagle_fsd.draft_head import DraftHead, DraftHeadConfig
+
+logger = logging.getLogger(__name__)
+
+WEIGHTS, OLD_WEIGHTS, CONFIG = "model.safetensors", "pytorch_model.bin", "config.json"
+DEMO_HEAD = Path(__file__).parent / "heads" / "smollm2-135m"
+# Buffers that old checkpoints carry and that follow from the config.
+_DERIVED = ("rotary_emb.inv_freq",)
+
+
+def load_target(target: str | Path, **options: Any) -> tuple[PreTrainedModel, Any]:
+    """Loads an unmodified causal LM and its tokenizer.
+
+    Args:
+        target: "demo" (fetched on first use), a folder, a .gguf file, or a hub id.
+        **options: for transformers' `from_pretrained`: dtype, device_map, revision, token, quantization_config,
+            attn_implementation, ...
+
+    Raises:
+        FileNotFoundError: for a path that is not there.
+        ValueError: for a hub id that cannot be loaded, or files that make no causal LM.
+    """
+    shared = {key: options[key] for key in ("revision", "token") if options.get(key) is not None}
+    options = {key: value for key, value in options.items() if value is not None}
+    source, files = _locate_target(target)
+    if "gguf_file" in files:
+        # Left in its blocks, a GGUF target dequantizes at every call and cannot be saved.
+        options.setdefault("quantization_config", GgufConfig(dequantize=True))
+    try:
+        model = AutoModelForCausalLM.from_pretrained(source, **files, **options)
+        tokenizer = AutoTokenizer.from_pretrained(source, **files, **shared)
+    except (OSError, ValueError, KeyError, SafetensorError, RuntimeError) as error:
+        raise ValueError(f"cannot load target {str(target)!r}: {_first_line(error)}") from error
+    return model.eval(), tokenizer
+
+
+def load_target_config(target: str | Path) -> Any:
+    """The transformers config of a target, without its weights.
+
+    Raises:
+        FileNotFoundError: for a path that is not there.
+        ValueError: for something that has no config.
+    """
+    source, files = _locate_target(target)
+    try:
+        return AutoConfig.from_pretrained(source, **files)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"cannot read the config of target {str(target)!r}: {_first_line(error)}") from error
+
+
+def _locate_target(target: str | Path) -> tuple[str, dict[str, str]]:
+    """What transformers loads from, and the extra arguments that name the file."""
+    if target == DEMO:
+        return str(ensure_default_target()), {}
+    path = Path(target).expanduser()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise FileNotFoundError(f"no GGUF file at {path}; give an existing file, a folder, a hub id or {DEMO!r}")
+        return str(path.parent), {"gguf_file": path.name}
+    if path.is_dir():
+        if not (path / CONFIG).is_file():
+            raise FileNotFoundError(f"folder {path} has no {CONFIG}; a target is a transformers folder or a .gguf file")
+        return str(path), {}
+    _refuse_path(str(target), "target")
+    return str(target), {}
+
+
+def _refuse_path(name: str, kind: str) -> None:
+    """Tells a path that is not there from a hub id, which is NAME or OWNER/NAME."""
+    looks_like_path = name.startswith(("/", ".", "~")) or name.count("/") > 1 or "\\" in name or not name
+    if looks_like_path:
+        raise FileNotFoundError(f"no {kind} at {name!r}; give an existing folder, a hub id or {DEMO!r}")
+
+
+def locate_head(head: str | Path, *, revision: str | None = None, token: str | bool | None = None) -> Path:
+    """The folder of a head: "demo", a local folder, or a hub id (downloaded).
+
+    Raises:
+        FileNotFoundError: for a path that is not there.
+        ValueError: for a hub id that cannot be had.
+    """
+    if head == DEMO:
+        return DEMO_HEAD
+    path = Path(head).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ValueError(f"a draft head is a folder with {CONFIG} and {WEIGHTS}, got the file {str(path)!r}")
+    _refuse_path(str(head), "draft head")
+    try:
+        folder = snapshot_download(
+            str(head), revision=revision, token=token, allow_patterns=[CONFIG, WEIGHTS, OLD_WEIGHTS, "draft_vocab.json"]
+        )
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ValueError(f"no folder and no hub repository for draft head {str(head)!r}: {_first_line(error)}") from error
+    return Path(folder)
+
+
+def load_head(head: str | Path, *, revision: str | None = None, token: str | bool | None = None) -> DraftHead:
+    """Loads a head in EAGLE's format, strictly, in the dtype of its file.
+
+    Args:
+        head: "demo", a folder, or a hub id.
+        revision: of a hub id.
+        token: for a hub id.
+
+    Raises:
+        FileNotFoundError: when the folder or a file in it is missing.
+        ValueError: when the config or the tensors are not those of an EAGLE head.
+    """
+    folder = locate_head(head, revision=revision, token=token)
+    raw = _read_config(folder)
+    tensors = _read_tensors(folder)
+    _refuse_eagle3(folder, raw, tensors)
+    config = _head_config(folder, raw, tensors)
+    with torch.device("meta"):
+        expected = {name: tuple(value.shape) for name, value in DraftHead(config).state_dict().items()}
+    _compare_tensors(folder, expected, tensors)
+    model = DraftHead(config)
+    model.load_state_dict(tensors)
+    return model.to(next(iter(tensors.values())).dtype).eval().requires_grad_(False)
+
+
+def save_head(head: DraftHead, folder: str | Path, extras: dict[str, Any] | None = None) -> None:
+    """Writes a head as `config.json` and `model.safetensors`; the folder appears whole or not at all.
+
+    Args:
+        head: its own parameters are written and nothing of the target's.
+        folder: replaced when it holds a head already.
+        extras: facts for the one key `eagle_fsd` of the config.
+
+    Raises:
+        ValueError: when the folder holds something that is not a head.
+    """
+    folder = Path(folder)
+    if folder.exists() and any(folder.iterdir()) and not (folder / CONFIG).is_file():
+        raise ValueError(f"folder {folder} holds files that are not a draft head; choose another or empty it")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        staging.chmod(0o755)
+        tensors = {name: value.detach().cpu().contiguous() for name, value in head.state_dict().items()}
+        dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+        raw = _config_json(head.config, dtype) | ({"eagle_fsd": extras} if extras else {})
+        (staging / CONFIG).write_text(json.dumps(raw, indent=1) + "\n")
+        save_file(tensors, staging / WEIGHTS, metadata={"format": "pt"})
+        if folder.exists():
+            for name in (CONFIG, WEIGHTS):
+                os.replace(staging / name, folder / name)
+            (folder / OLD_WEIGHTS).unlink(missing_ok=True)
+        else:
+            os.replace(staging, folder)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def check_fit(config: DraftHeadConfig, target_config: Any, vocabulary_size: int) -> None:
+    """Refuses a head that was made for another target.
+
+    Args:
+        config: the head's.
+        target_config: the target's transformers config.
+        vocabulary_size: rows of the target's logits.
+
+    Raises:
+        ValueError: naming both numbers.
+    """
+    pairs = (
+        ("hidden size", config.hidden_size, target_config.hidden_size),
+        ("vocabulary", config.vocab_size, vocabulary_size),
+        ("rope_theta", config.rope_parameters["rope_theta"], _target_rope(target_config).get("rope_theta")),
+    )
+    for name, of_head, of_target in pairs:
+        if of_target is not None and of_head != of_target:
+            raise ValueError(
+                f"draft head does not fit the target: {name} is {of_head} in the head and {of_target} in the target; "
+                "use a head trained for this target"
+            )
+    kinds = config.rope_parameters.get("rope_type"), _target_rope(target_config).get("rope_type")
+    if kinds[0] != kinds[1]:
+        logger.warning("the draft head has RoPE %r and the target %r; acceptance may fall at long contexts", *kinds)
+
+
+def describe_head(head: DraftHead, folder: Path) -> dict[str, Any]:
+    """What `inspect` prints: the head's fields, size and the extras of its config."""
+    num_parameters = sum(parameter.numel() for parameter in head.parameters())
+    shape = {field.name: getattr(head.config, field.name) for field in fields(head.config)}
+    return {
+        "folder": str(folder),
+        "format": "EAGLE",
+        "parameters": num_parameters,
+        "dtype": str(head.fc.weight.dtype).removeprefix("torch."),
+        **shape,
+        "eagle_fsd": _read_config(folder).get("eagle_fsd"),
+    }
+
+
+def _target_rope(config: Any) -> dict[str, Any]:
+    rope = getattr(config, "rope_parameters", None) or {}
+    full: dict[str, Any] = rope.get("full_attention", rope)
+    return full
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / CONFIG
+    if not path.is_file():
+        raise FileNotFoundError(f"draft head folder {folder} has no {CONFIG}")
+    try:
+        raw = json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid JSON: {_first_line(error)}") from error
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path} must hold one JSON object, got {type(raw).__name__}")
+    return raw
+
+
+def _read_tensors(folder: Path) -> dict[str, Tensor]:
+    """The checkpoint's tensors on the CPU; pickled files are read without running what they hold."""
+    path, old = folder / WEIGHTS, folder / OLD_WEIGHTS
+    try:
+        if path.is_file():
+            tensors = load_file(path)
+        elif old.is_file():
+            tensors = torch.load(old, map_location="cpu", weights_only=True)
+            path = old
+        else:
+            raise FileNotFoundError(f"draft head folder {folder} has neither {WEIGHTS} nor {OLD_WEIGHTS}")
+    except (SafetensorError, pickle.UnpicklingError, EOFError, RuntimeError) as error:
+        raise ValueError(f"draft head weights are corrupted or cut off: {path}: {_first_line(error)}") from error
+    if not isinstance(tensors, dict) or not all(isinstance(value, Tensor) for value in tensors.values()) or not tensors:
+        raise ValueError(f"{path} must hold named tensors, as an EAGLE head does")
+    return {name: value for name, value in tensors.items() if not name.endswith(_DERIVED)}
+
+
+def _refuse_eagle3(folder: Path, raw: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    hidden = raw.get("hidden_size")
+    fc = tensors.get("fc.weight")
+    is_eagle3 = (
+        any(name.startswith("midlayer.") for name in tensors)
+        or "d2t" in tensors
+        or (fc is not None and isinstance(hidden, int) and tuple(fc.shape) == (hidden, 3 * hidden))
+    )
+    if is_eagle3:
+        raise ValueError(f"{folder} is an EAGLE-3 head; only EAGLE and EAGLE-2 heads (fc [H, 2H]) are supported")
+
+
+def _head_config(folder: Path, raw: dict[str, Any], tensors: dict[str, Tensor]) -> DraftHeadConfig:
+    """Reads Llama-style fields, of transformers 4 and 5."""
+    try:
+        hidden, heads = int(raw["hidden_size"]), int(raw["num_attention_heads"])
+        return DraftHeadConfig(
+            hidden_size=hidden,
+            intermediate_size=int(raw["intermediate_size"]),
+            num_attention_heads=heads,
+            num_key_value_heads=int(raw.get("num_key_value_heads") or heads),
+            head_dim=int(raw.get("head_dim") or hidden // heads),
+            vocab_size=int(raw["vocab_size"]),
+            max_position_embeddings=int(raw.get("max_position_embeddings", 2048)),
+            rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+            rope_parameters=_rope_parameters(raw),
+            hidden_act=str(raw.get("hidden_act", "silu")),
+            bias=bool(raw.get("bias", True)),
+            qkv_bias=bool(raw.get("qkv_bias", False)) or "layers.0.self_attn.q_proj.bias" in tensors,
+            own_embeddings="embed_tokens.weight" in tensors,
+        )
+    except KeyError as error:
+        raise ValueError(f"{folder / CONFIG} lacks {error.args[0]!r}, which a draft head needs") from error
+    except (TypeError, ZeroDivisionError) as error:
+        raise ValueError(f"{folder / CONFIG} is not the config of a draft head: {_first_line(error)}") from error
+
+
+def _rope_parameters(raw: dict[str, Any]) -> dict[str, Any]:
+    """`rope_parameters` of transformers 5, or `rope_theta` and `rope_scaling` of 4, in the form of 5."""
+    new = raw.get("rope_parameters") or {}
+    scaling = dict(raw.get("rope_scaling") or {})
+    if "type" in scaling:
+        scaling.setdefault("rope_type", scaling.pop("type"))
+    theta = new.get("rope_theta") or raw.get("rope_theta") or scaling.get("rope_theta") or 10000.0
+    return {"rope_type": "default"} | scaling | dict(new) | {"rope_theta": float(theta)}
+
+
+def _config_json(config: DraftHeadConfig, dtype: str) -> dict[str, Any]:
+    """The fields that EAGLE, vLLM and SGLang read."""
+    rope = dict(config.rope_parameters)
+    theta = rope.pop("rope_theta")
+    scaling = None if rope.get("rope_type", "default") == "default" else rope
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "bias": config.bias,
+        "qkv_bias": config.qkv_bias,
+        "hidden_act": config.hidden_act,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "max_position_embeddings": config.max_position_embeddings,
+        "num_attention_heads": config.num_attention_heads,
+        "num_hidden_layers": 1,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "tie_word_embeddings": False,
+        "torch_dtype": dtype,
+        "use_cache": True,
+        "vocab_size": config.vocab_size,
+    }
+
+
+def _compare_tensors(folder: Path, expected: dict[str, tuple[int, ...]], tensors: dict[str, Tensor]) -> None:
+    missing = sorted(expected.keys() - tensors.keys())
+    unexpected = sorted(tensors.keys() - expected.keys())
+    if missing or unexpected:
+        hint = ""
+        if "fc.bias" in missing:
+            hint = '; its config says (or leaves out, which means) "bias": true'
+        elif "fc.bias" in unexpected:
+            hint = '; its config says "bias": false'
+        raise ValueError(
+            f"draft head {folder} does not match its config: missing tensors {missing}, unexpected {unexpected}{hint}"
+        )
+    for name, shape in expected.items():
+        if tuple(tensors[name].shape) != shape:
+            raise ValueError(
+                f"draft head {folder}: {name} is {list(tensors[name].shape)}, its config asks for {list(shape)}"
+            )
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0]

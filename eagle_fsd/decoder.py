@@ -1,0 +1,559 @@
+"""Speculative decoding: `stream` is the loop, `generate` collects it, `plain` is the same without a tree."""
+
+from __future__ import annotations
+
+import math
+import secrets
+import threading
+import time
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, TypedDict, Unpack
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from eagle_fsd.acceptance import RULES, AcceptanceRule, Exact, build_rule
+from eagle_fsd.chat import (
+    Detokenizer,
+    Prompt,
+    StopStrings,
+    check_stops,
+    encode_prompt,
+    merge_stop_ids,
+    special_token_id,
+)
+from eagle_fsd.checkpoint import check_fit, load_head, load_target
+from eagle_fsd.config import SamplingConfig, TreeConfig
+from eagle_fsd.device import resolve_device, synchronize
+from eagle_fsd.drafter import Draft, Drafter, HeadDrafter
+from eagle_fsd.sampling import SeededNoise
+from eagle_fsd.stats import GenerationStats, StepStats
+from eagle_fsd.target import TargetModel
+from eagle_fsd.verify import EmittedToken, Origin, Verdict, Verifier
+from tree import DraftTree
+
+FinishReason = Literal["stop", "length", "context"]
+
+
+class GenerateOptions(TypedDict, total=False):
+    """Options of `stream`, `generate` and `plain`; all are optional.
+
+    Attributes:
+        rule: an AcceptanceRule, or its name or written form ("fuzzy", "fuzzy:0.3:js"); default "exact".
+        threshold, divergence, on, budget, ...: the rule's own knobs, when it is given by name.
+        temperature, top_p, top_k, min_p: see SamplingConfig.
+        max_new_tokens: >= 1, default 256.
+        stop: one stop string or several; the text ends before it, the ids with the token that completed it.
+        stop_ids: further token ids that end the request, beside those of the generation config and the tokenizer.
+        seed: of all randomness; None draws one, which the statistics report. Default 0.
+        tree: a TreeConfig for this request, or "N,DEPTH,K" or "auto".
+        profile: wait for the device after each phase, so that `phases_s` is right on a GPU (slower).
+    """
+
+    rule: str | AcceptanceRule
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    max_new_tokens: int
+    stop: str | Sequence[str] | None
+    stop_ids: Sequence[int]
+    seed: int | None
+    tree: TreeConfig | str | None
+    profile: bool
+    threshold: float
+    divergence: str
+    on: str
+    budget: float | None
+
+
+@dataclass(frozen=True)
+class Token:
+    """One token of the answer.
+
+    Attributes:
+        id: the token.
+        text: what it made readable; may be empty, may complete an earlier token's character.
+        origin: accepted, rescued, recovered or bonus.
+        cost: nats charged to the ledger for it.
+        exact_id: what the exact step drew in its place.
+    """
+
+    id: int
+    text: str
+    origin: Origin
+    cost: float
+    exact_id: int | None
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """A finished request.
+
+    Attributes:
+        text: the answer without special tokens, cut before a stop string.
+        token_ids: the answer's ids; a stop token is the last of them.
+        finish_reason: "stop" (token or string), "length" (max_new_tokens), or "context" (the model's longest sequence).
+        stats: counts, times and the ledger.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    stats: GenerationStats
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one cycle added.
+
+    Attributes:
+        tokens: the new tokens.
+        text: their text joined.
+        stats: the cycle's figures; None for the first token after the prompt.
+        tree: the tree that was scored, None for the first token.
+        path: its rows that were taken, root left out.
+        result: on the last step only.
+    """
+
+    tokens: list[Token]
+    text: str
+    stats: StepStats | None = None
+    tree: DraftTree | None = None
+    path: tuple[int, ...] = ()
+    result: GenerationResult | None = None
+
+
+@dataclass(frozen=True)
+class _Request:
+    """A validated request."""
+
+    input_ids: Tensor
+    verifier: Verifier
+    tree: TreeConfig | None
+    max_new_tokens: int
+    stop_strings: tuple[str, ...]
+    seed: int
+    profile: bool
+
+
+class SpeculativeDecoder:
+    """Decodes one request at a time; a second thread's request waits for the first.
+
+    Args:
+        target: the target.
+        drafter: proposes trees; None leaves only `plain`.
+        tokenizer: for text and stop strings; None leaves only ids.
+        tree: size of the tree; None is the device's default.
+    """
+
+    def __init__(
+        self,
+        target: TargetModel,
+        drafter: Drafter | None = None,
+        tokenizer: Any | None = None,
+        tree: TreeConfig | None = None,
+    ) -> None:
+        self.target = target
+        self.drafter = drafter
+        self.tokenizer = tokenizer
+        self.tree = tree or TreeConfig.default(target.output_device.type)
+        self._lock = threading.Lock()
+        self._owner: int | None = None
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        target: str | Path | PreTrainedModel,
+        *,
+        draft_head: str | Path | None = None,
+        tokenizer: Any | None = None,
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device = "auto",
+        tree: TreeConfig | str | None = None,
+        **options: Any,
+    ) -> SpeculativeDecoder:
+        """Loads a target and what drafts for it.
+
+        Args:
+            target: "demo", a hub id, a folder, a .gguf file, or a loaded transformers model.
+            draft_head: "demo", a hub id or a folder in EAGLE's format.
+            tokenizer: a loaded tokenizer instead of the target's own.
+            dtype: "auto" (the checkpoint's), "float32", "bfloat16", "float16" or a torch dtype.
+            device: "auto", "cpu", "cuda", "cuda:N" or "mps"; leave it at "auto" with `device_map`.
+            tree: TreeConfig, "N,DEPTH,K" or "auto".
+            **options: revision, token, device_map, quantization_config, attn_implementation, ... for transformers.
+
+        Raises:
+            ValueError, TypeError, FileNotFoundError, RuntimeError: one sentence about what does not fit.
+        """
+        if isinstance(target, PreTrainedModel):
+            if options or dtype != "auto" or device != "auto":
+                raise ValueError("dtype, device and loading options do not apply to a loaded model; convert or move it first")
+            model = target
+        else:
+            model, loaded_tokenizer = _load(target, dtype, device, options)
+            tokenizer = tokenizer or loaded_tokenizer
+        target_model = TargetModel(model)
+        drafter: Drafter | None = None
+        if draft_head is not None:
+            access = {key: options[key] for key in ("revision", "token") if key in options and key == "token"}
+            head = load_head(draft_head, **access)
+            check_fit(head.config, model.config, target_model.vocabulary_size)
+            drafter = HeadDrafter(head.to(target_model.output_device, target_model.dtype), target_model)
+        return cls(target_model, drafter, tokenizer, _tree_config(tree))
+
+    def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Generator[Step, None, None]:
+        """Decodes step by step. Close the generator, or read it to its end, to free the decoder.
+
+        Args:
+            prompt: one user message, a list of chat messages, or raw input_ids [1, P].
+            **options: see GenerateOptions.
+
+        Raises:
+            ValueError, TypeError: for options that are out of range, unknown or do not go together, before anything runs.
+        """
+        if self.drafter is None:
+            raise ValueError("this decoder has no drafter; pass draft_head= to from_pretrained, or call plain()")
+        return self._run(self._prepare(prompt, dict(options), is_plain=False))
+
+    def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> GenerationResult:
+        """`stream`, read to its end."""
+        return _collect(self.stream(prompt, **options))
+
+    def plain(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> GenerationResult:
+        """Plain decoding of the same request: the oracle for exact ids, and the denominator of a speed-up.
+
+        Raises:
+            ValueError: also for a relaxed rule, which has nothing to relax here.
+        """
+        return _collect(self._run(self._prepare(prompt, dict(options), is_plain=True)))
+
+    def _prepare(self, prompt: Prompt, options: dict[str, Any], *, is_plain: bool) -> _Request:
+        """Checks everything about a request before anything runs."""
+        rule = _pop_rule(options)
+        if is_plain and not isinstance(rule, Exact):
+            raise ValueError(f"plain decoding has no tree to relax; leave out rule, got {rule.spec!r}")
+        if rule.needs_draft_probs and not (self.drafter and self.drafter.has_draft_probs):
+            raise ValueError(f"rule {rule.spec!r} compares with the draft's law and this drafter has none")
+        sampling = SamplingConfig(**{f.name: options.pop(f.name) for f in fields(SamplingConfig) if f.name in options})
+        max_new_tokens = _whole_number("max_new_tokens", options.pop("max_new_tokens", 256), minimum=1)
+        seed = options.pop("seed", 0)
+        seed = secrets.randbits(63) if seed is None else _whole_number("seed", seed)
+        tree = _tree_config(options.pop("tree", None)) or self.tree
+        stop_strings, stop_ids = self._stops(options.pop("stop", None), options.pop("stop_ids", ()))
+        profile = bool(options.pop("profile", False))
+        if options:
+            raise TypeError(f"unsupported options {sorted(options)}; supported are {sorted(GenerateOptions.__annotations__)}")
+        input_ids = encode_prompt(prompt, self.tokenizer, self.target.vocabulary_size)
+        limit = self.target.max_positions
+        if input_ids.numel() >= limit:
+            raise ValueError(
+                f"the prompt has {input_ids.numel()} tokens and the target's context is {limit}, which leaves no room for "
+                "an answer; shorten the prompt"
+            )
+        noise = SeededNoise(seed, self.target.vocabulary_size, self.target.output_device)
+        verifier = Verifier(rule, sampling, noise, stop_ids)
+        return _Request(
+            input_ids, verifier, None if is_plain else tree, max_new_tokens, stop_strings, seed, profile
+        )
+
+    def _stops(self, stop: Any, user_ids: Any) -> tuple[tuple[str, ...], frozenset[int]]:
+        """Stop strings, and the stop ids of the generation config, the tokenizer and the user in one set."""
+        strings = check_stops(stop)
+        if strings and self.tokenizer is None:
+            raise ValueError("stop strings need a tokenizer and this target came without one; use stop_ids")
+        extra: list[int] = [_whole_number("stop_ids", token, minimum=0) for token in user_ids]
+        shown: list[str] = []
+        for string in strings:
+            token_id = special_token_id(string, self.tokenizer)
+            if token_id is None:
+                shown.append(string)
+            else:
+                extra.append(token_id)
+        config = getattr(self.target.model, "generation_config", None)
+        ids = merge_stop_ids(
+            getattr(config, "eos_token_id", None), getattr(self.tokenizer, "eos_token_id", None), extra
+        )
+        return tuple(shown), ids
+
+    @contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        """One request at a time."""
+        me = threading.get_ident()
+        # In the main thread nobody else would ever finish a generator that was left open there: waiting is a hang.
+        if self._owner == me and threading.current_thread() is threading.main_thread():
+            raise RuntimeError("another stream of this decoder is still open in this thread; read it to its end or close() it")
+        with self._lock:
+            self._owner = me
+            try:
+                yield
+            finally:
+                self._owner = None
+
+    def _run(self, request: _Request) -> Generator[Step, None, None]:
+        with self._exclusive():
+            yield from _Session(self, request).steps()
+
+
+class _Session:
+    """One request in progress."""
+
+    def __init__(self, decoder: SpeculativeDecoder, request: _Request) -> None:
+        self._request = request
+        self._target = decoder.target
+        self._drafter = decoder.drafter if request.tree is not None else None
+        self._tree = request.tree
+        self._emitter = _Emitter(request, decoder.tokenizer, decoder.target.max_positions)
+        self._num_prompt = request.input_ids.numel()
+        rule, sampling = request.verifier.rule, request.verifier.sampling
+        is_relaxed = not isinstance(rule, Exact)
+        self.stats = GenerationStats(
+            seed=request.seed,
+            rule=rule.spec,
+            tree="plain" if self._tree is None else str(self._tree),
+            num_prompt_tokens=self._num_prompt,
+            kl_spent=0.0 if is_relaxed and not sampling.is_greedy else None,
+            regret_spent=0.0 if is_relaxed and sampling.is_greedy else None,
+        )
+        self._clock = _PhaseClock(self._target.output_device, request.profile)
+
+    def steps(self) -> Iterator[Step]:
+        """The loop of the design: propose, score, verify, commit."""
+        start = time.perf_counter()
+        token = self._prefill()
+        step = self._finish_step([EmittedToken(token, "bonus", 0.0, token)], None)
+        self.stats.prefill_s = time.perf_counter() - start
+        self.stats.wall_s = self.stats.prefill_s
+        yield step
+        root = step.tokens[-1].id
+        while step.result is None:
+            start = time.perf_counter()
+            step = self._cycle(root)
+            root = step.tokens[-1].id
+            self.stats.wall_s += time.perf_counter() - start
+            yield step
+
+    def _prefill(self) -> int:
+        request = self._request
+        capacity = self._num_prompt + request.max_new_tokens + (self._tree.num_draft_tokens + 1 if self._tree else 1)
+        # A generous budget must not reserve more than the model can ever use.
+        capacity = min(capacity, self._target.max_positions + (self._tree.num_draft_tokens if self._tree else 0))
+        self._target.start(capacity)
+        input_ids = request.input_ids.to(self._target.output_device)
+        output = self._target.prefill(input_ids)
+        if self._drafter is not None:
+            self._drafter.start(capacity)
+            self._drafter.commit(input_ids, output.features)
+        return request.verifier.draw(output.logits[-1], 0)
+
+    def _cycle(self, root: int) -> Step:
+        clock = self._clock
+        clock.start()
+        draft = self._propose(root)
+        clock.stop("draft")
+        output = self._target.score(draft.tree)
+        clock.stop("target")
+        verdict = self._request.verifier.verify(draft, output.logits, self._emitter.num_tokens, self._spent)
+        clock.stop("verify")
+        path = verdict.path
+        rows = [0, *path]
+        self._target.commit(rows)
+        if self._drafter is not None:
+            kept = torch.tensor(rows, device=output.features.device)
+            self._drafter.commit(draft.tree.token_ids.to(kept.device)[kept], output.features[kept])
+        clock.stop("commit")
+        return self._finish_step(verdict.tokens, (draft, verdict))
+
+    @property
+    def _spent(self) -> float:
+        return (self.stats.kl_spent or 0.0) + (self.stats.regret_spent or 0.0)
+
+    def _propose(self, root: int) -> Draft:
+        """The largest tree that fits the token budget, the target's context and the drafter's."""
+        num_tokens = self._num_prompt + self._emitter.num_tokens
+        if self._drafter is not None and self._tree is not None:
+            rooms = [self._request.max_new_tokens - self._emitter.num_tokens - 1]
+            rooms.append(self._target.max_positions - num_tokens - 1)
+            if self._drafter.max_positions is not None:
+                rooms.append(self._drafter.max_positions - num_tokens)
+            tree = self._tree.limited(min(rooms))
+            if tree is not None:
+                return self._drafter.propose(root, tree)
+        lone = DraftTree.root_only(root, self._target.output_device)
+        return Draft(lone, None, torch.full_like(lone.parents, -1))
+
+    def _finish_step(self, tokens: list[EmittedToken], cycle: tuple[Draft, Verdict] | None) -> Step:
+        """Cuts at the first stop or limit, counts what is left, and builds the step."""
+        emitted = self._emitter.emit(tokens)
+        stats = self.stats
+        stats.num_tokens = self._emitter.num_tokens
+        for token in emitted:
+            stats.num_accepted += token.origin == "accepted"
+            stats.num_rescued += token.origin == "rescued"
+            stats.num_recovered += token.origin == "recovered"
+            stats.num_bonus += token.origin == "bonus"
+            if stats.kl_spent is not None:
+                stats.kl_spent += token.cost
+            if stats.regret_spent is not None:
+                stats.regret_spent += token.cost
+        step_stats = None
+        if cycle is not None:
+            step_stats = _step_stats(cycle[0], cycle[1], emitted, self._clock.phases_s)
+            stats.add_step(step_stats)
+        reason = self._emitter.finish_reason
+        result = None
+        if reason is not None:
+            result = GenerationResult(self._emitter.text, self._emitter.token_ids, reason, stats)
+        return Step(
+            tokens=emitted,
+            text="".join(token.text for token in emitted),
+            stats=step_stats,
+            tree=cycle[0].tree if cycle else None,
+            path=tuple(cycle[1].path) if cycle else (),
+            result=result,
+        )
+
+
+class _Emitter:
+    """Every committed token passes here, in order: the one place where ids, text and counts are cut."""
+
+    def __init__(self, request: _Request, tokenizer: Any | None, max_positions: int) -> None:
+        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
+        self._stop_strings = StopStrings(request.stop_strings)
+        self._stop_ids = request.verifier.stop_ids
+        self._max_new_tokens = request.max_new_tokens
+        self._room = max_positions - request.input_ids.numel()
+        self.token_ids: list[int] = []
+        self.text = ""
+        self.finish_reason: FinishReason | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    def emit(self, tokens: list[EmittedToken]) -> list[Token]:
+        """The tokens up to the first stop or limit; a stop beats the limit at the same token."""
+        emitted: list[Token] = []
+        for token in tokens:
+            self.token_ids.append(token.id)
+            text, has_stopped = self._read(token.id)
+            if has_stopped or token.id in self._stop_ids:
+                self.finish_reason = "stop"
+            elif self.num_tokens == self._max_new_tokens:
+                self.finish_reason = "length"
+            elif self.num_tokens == self._room:
+                self.finish_reason = "context"
+            if self.finish_reason is not None and not has_stopped:
+                text += self._flush()
+            self.text += text
+            emitted.append(Token(token.id, text, token.origin, token.cost, token.exact_id))
+            if self.finish_reason is not None:
+                break
+        return emitted
+
+    def _read(self, token_id: int) -> tuple[str, bool]:
+        if self._detokenizer is None:
+            return "", False
+        return self._stop_strings.add(self._detokenizer.add(token_id))
+
+    def _flush(self) -> str:
+        """What was held back at the end; a stop string can still be completed by the last characters."""
+        if self._detokenizer is None:
+            return ""
+        text, has_stopped = self._stop_strings.add(self._detokenizer.flush())
+        if has_stopped:
+            self.finish_reason = "stop"
+            return text
+        return text + self._stop_strings.flush()
+
+
+class _PhaseClock:
+    """Seconds by phase of one cycle."""
+
+    def __init__(self, device: torch.device, profile: bool) -> None:
+        self._device = device
+        self._profile = profile
+        self._last = 0.0
+        self.phases_s: dict[str, float] = {}
+
+    def start(self) -> None:
+        self.phases_s = {}
+        self._last = self._now()
+
+    def stop(self, phase: str) -> None:
+        now = self._now()
+        self.phases_s[phase] = now - self._last
+        self._last = now
+
+    def _now(self) -> float:
+        if self._profile:
+            synchronize(self._device)
+        return time.perf_counter()
+
+
+def _step_stats(draft: Draft, verdict: Verdict, emitted: list[Token], phases_s: dict[str, float]) -> StepStats:
+    num_accepted = min(len(verdict.path), len(emitted))
+    last = emitted[-1].origin
+    return StepStats(
+        num_draft_tokens=draft.tree.num_nodes - 1,
+        num_accepted=num_accepted,
+        num_rescued=sum(token.origin == "rescued" for token in emitted),
+        num_emitted=len(emitted),
+        num_tried=num_accepted + (last == "recovered"),
+        phases_s=phases_s,
+    )
+
+
+def _collect(steps: Iterator[Step]) -> GenerationResult:
+    result = None
+    for step in steps:
+        result = step.result
+    assert result is not None
+    return result
+
+
+def _pop_rule(options: dict[str, Any]) -> AcceptanceRule:
+    """Takes the rule and its knobs out of the options."""
+    rule = options.pop("rule", "exact")
+    knob_names = {f.name for kind in RULES.values() for f in fields(kind)} - {"top_k"}
+    knobs = {name: options.pop(name) for name in sorted(knob_names & options.keys())}
+    return build_rule(rule, **knobs)
+
+
+def _tree_config(tree: TreeConfig | str | None) -> TreeConfig | None:
+    if tree is None or isinstance(tree, TreeConfig):
+        return tree
+    if isinstance(tree, str):
+        return TreeConfig.parse(tree)
+    raise TypeError(f"tree must be a TreeConfig, 'N,DEPTH,K' or 'auto', got {tree!r}")
+
+
+def _whole_number(name: str, value: Any, minimum: float = -math.inf) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be a whole number, got {value!r}")
+    if value < minimum:
+        raise ValueError(f"{name} must be >= {minimum}, got {value}")
+    return value
+
+
+def _load(
+    target: str | Path, dtype: str | torch.dtype, device: str | torch.device, options: dict[str, Any]
+) -> tuple[PreTrainedModel, Any]:
+    """Loads a target where and as it was asked for."""
+    if isinstance(dtype, str) and dtype != "auto":
+        resolved = getattr(torch, dtype, None)
+        if not isinstance(resolved, torch.dtype) or not resolved.is_floating_point:
+            raise ValueError(f"unknown dtype {dtype!r}; use auto, float32, bfloat16 or float16")
+        dtype = resolved
+    if options.get("device_map") is not None:
+        if device != "auto":
+            raise ValueError(f"device {str(device)!r} and device_map {options['device_map']!r} exclude each other")
+        return load_target(target, dtype=dtype, **options)
+    where = resolve_device(device)
+    model, tokenizer = load_target(target, dtype=dtype, **options)
+    return model.to(where), tokenizer  # type: ignore[arg-type]

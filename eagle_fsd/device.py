@@ -1,0 +1,54 @@
+"""Devices: the only file that names accelerators."""
+
+from __future__ import annotations
+
+import torch
+
+
+def resolve_device(device: str | torch.device = "auto") -> torch.device:
+    """Turns "auto" or a device name into a device that is there.
+
+    Raises:
+        ValueError: for a name that torch does not know.
+        RuntimeError: for a device that this machine does not have.
+    """
+    if device == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    try:
+        resolved = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"unknown device {device!r}; use auto, cpu, cuda, cuda:N or mps") from error
+    if resolved.type == "cuda" and (resolved.index or 0) >= torch.cuda.device_count():
+        count = torch.cuda.device_count()
+        raise RuntimeError(f"device {str(device)!r} requested but torch sees {count} CUDA devices; use cpu or auto")
+    if resolved.type == "mps" and not torch.backends.mps.is_available():
+        raise RuntimeError("device 'mps' requested but torch sees none; use cpu or auto")
+    if resolved.type not in ("cpu", "cuda", "mps"):
+        raise ValueError(f"unsupported device {str(device)!r}; use auto, cpu, cuda, cuda:N or mps")
+    return resolved
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until the device has done what was asked of it, so that a clock read means something."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
+def supports_float64(device: torch.device) -> bool:
+    """Whether tensors of float64 exist there."""
+    return device.type != "mps"
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory allocated so far: of the accelerator, or the resident set of the process on a CPU."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    import resource
+    import sys
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

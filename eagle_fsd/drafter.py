@@ -1,0 +1,151 @@
+"""Drafters: who proposes the tree."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from eagle_fsd.cache import PreallocatedLayer
+from eagle_fsd.config import TreeConfig
+from eagle_fsd.draft_head import DraftHead
+from eagle_fsd.target import TargetModel
+from tree import DraftTree, Growth
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A proposed tree and the laws that it was drafted from.
+
+    Attributes:
+        tree: N nodes.
+        log_probs: [I, V] float32 log q at temperature 1 of the nodes that were expanded, or None when the drafter has no
+            law (retrieved text, stubs).
+        law_rows: [N] int64 row of `log_probs` for each node's children, -1 where there is none.
+    """
+
+    tree: DraftTree
+    log_probs: Tensor | None
+    law_rows: Tensor
+
+
+class Drafter(Protocol):
+    """Proposes a tree below the last committed token.
+
+    One request is `start`, then `commit` of the prompt, then `propose` and `commit` in turn. A drafter keeps nothing from
+    one request to the next.
+    """
+
+    has_draft_probs: bool
+    max_positions: int | None
+
+    def start(self, capacity: int) -> None:
+        """Forgets the last request and makes room for sequences of `capacity` tokens."""
+        ...
+
+    def commit(self, token_ids: Tensor, features: Tensor) -> None:
+        """Takes in committed tokens, [M] int64, and the target's true features at their positions, [M, H]."""
+        ...
+
+    def propose(self, root_token_id: int, config: TreeConfig) -> Draft:
+        """Drafts below `root_token_id`, the token that comes right after all committed ones."""
+        ...
+
+
+class HeadDrafter:
+    """Grows EAGLE-2's tree with a draft head.
+
+    Row t of the head's cache takes (embedding of token t+1, feature t) at RoPE position t. Rows of committed tokens always
+    come from true features; rows of drafted nodes are dropped when the tree is done.
+
+    Args:
+        head: on the target's output device, in any dtype.
+        target: gives embeddings and turns predicted features into logits.
+
+    Source: arXiv:2406.16858, section 4; the true-feature rewrite is arXiv:2401.15077, section 4.1.
+    """
+
+    has_draft_probs = True
+
+    def __init__(self, head: DraftHead, target: TargetModel) -> None:
+        self.head = head
+        self.max_positions = head.config.max_position_embeddings
+        self._target = target
+        self._cache = PreallocatedLayer(capacity=0)
+        self._pending: list[tuple[Tensor, Tensor]] = []
+
+    @property
+    def num_rows(self) -> int:
+        """Rows in the head's cache."""
+        return self._cache.num_rows
+
+    @torch.inference_mode()
+    def start(self, capacity: int) -> None:
+        self._cache.reserve(capacity)
+        self._pending = []
+
+    def commit(self, token_ids: Tensor, features: Tensor) -> None:
+        self._pending.append((token_ids, features))
+
+    @torch.inference_mode()
+    def propose(self, root_token_id: int, config: TreeConfig) -> Draft:
+        features = self._extend(root_token_id)[-1:]  # [1, H], what the root's children are drafted from
+        num_committed = self._cache.num_rows
+        growth = Growth(root_token_id, config.top_k, features.device)
+        laws = [self._law(features)]
+        frontier = growth.add_level(*_children(laws[0], config.top_k))
+        lineage = _eye(frontier.token_ids)  # [K, rows drafted so far]: itself and its ancestors
+        for level in range(1, config.depth):
+            if level > 1:
+                lineage = torch.cat([lineage[frontier.parent_slots], _eye(frontier.token_ids)], dim=1)
+            prefix = lineage.new_ones((lineage.shape[0], num_committed))
+            features = self._predict(
+                frontier.token_ids,
+                features[frontier.parent_slots],
+                torch.full_like(frontier.token_ids, num_committed + level - 1),
+                torch.cat([prefix, lineage], dim=1),
+            )
+            laws.append(self._law(features))
+            frontier = growth.add_level(*_children(laws[-1], config.top_k))
+        self._cache.truncate(num_committed)
+        tree, law_rows = growth.finish(config.num_draft_tokens)
+        return Draft(tree, torch.cat(laws), law_rows)
+
+    def _extend(self, root_token_id: int) -> Tensor:
+        """Writes the rows of all pending tokens from true features: [M, H] predictions."""
+        token_ids = torch.cat([ids for ids, _ in self._pending])
+        features = torch.cat([rows for _, rows in self._pending])
+        self._pending = []
+        following = torch.cat([token_ids[1:], token_ids.new_tensor([root_token_id])])
+        start, length = self._cache.num_rows, following.numel()
+        mask = None
+        if start > 0:
+            mask = torch.ones((length, start + length), dtype=torch.bool, device=features.device).tril(start)
+        positions = torch.arange(start, start + length, device=features.device)
+        return self._predict(following, features, positions, mask)
+
+    def _predict(self, token_ids: Tensor, features: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
+        """[T] tokens t+1 and [T, H] features t -> [T, H] predicted features t+1."""
+        dtype = self.head.fc.weight.dtype
+        embed = self.head.embed_tokens if self.head.config.own_embeddings else self._target.embed
+        embeddings = embed(token_ids.to(features.device)).to(dtype)
+        predicted: Tensor = self.head(
+            embeddings[None], features.to(dtype)[None], positions[None], mask, self._cache
+        )
+        return predicted[0]
+
+    def _law(self, features: Tensor) -> Tensor:
+        """[K, H] -> [K, V] float32 log q."""
+        return self._target.logits(features.to(self._target.dtype)).float().log_softmax(dim=-1)
+
+
+def _children(log_probs: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """[M, V] -> the `top_k` most probable tokens of each row, ids and log-probabilities [M, K], best first."""
+    best = log_probs.topk(min(top_k, log_probs.shape[-1]), dim=-1)
+    return best.indices, best.values
+
+
+def _eye(like: Tensor) -> Tensor:
+    return torch.eye(like.numel(), dtype=torch.bool, device=like.device)

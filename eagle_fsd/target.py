@@ -1,0 +1,254 @@
+"""The target model: the only file that calls a Hugging Face forward, builds its masks and fills its cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from eagle_fsd.cache import PreallocatedCache
+from eagle_fsd.errors import UnsupportedModelError
+from tree import DraftTree, additive_mask, ancestor_mask, sliding_additive_mask, tree_position_ids
+
+MaskKind = Literal["tensor", "dict"]
+
+# How each family's forward takes a ready 4-D mask: one tensor for all layers (windowed where the config has a window), or a
+# dict by layer type. Every entry is proven by the parity harness in tests/eagle_fsd/test_parity.py.
+FAMILIES: dict[str, MaskKind] = {
+    "llama": "tensor",
+    "mistral": "tensor",
+    "mixtral": "tensor",
+    "qwen2": "dict",
+    "qwen3": "dict",
+    "gemma2": "dict",
+}
+ATTENTION_IMPLEMENTATIONS = ("eager", "sdpa")
+LAYER_TYPES = ("full_attention", "sliding_attention")
+# RoPE kinds whose angles of *all* positions change once the original length is passed: cached keys would be wrong.
+_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+
+@dataclass(frozen=True)
+class TargetOutput:
+    """What one pass gives.
+
+    Attributes:
+        logits: [N, V] as the model's own forward gives them (after soft caps and scales), in the model's dtype.
+        features: [N, H] what `lm_head` read, in the model's dtype. After `prefill` there is one row a prompt token, while
+            `logits` has the last one only.
+    """
+
+    logits: Tensor
+    features: Tensor
+
+
+class TargetModel:
+    """A stock causal LM with a preallocated cache, scoring whole trees in one pass.
+
+    Args:
+        model: a loaded transformers causal LM; it is not changed.
+        prefill_chunk: prompt tokens a pass at most, so that a long prompt needs no long score matrix.
+
+    Raises:
+        UnsupportedModelError: when the model is of a kind that is not proven to be decoded right.
+    """
+
+    def __init__(self, model: PreTrainedModel, prefill_chunk: int = 1024) -> None:
+        _refuse_unsupported(model)
+        self.model = model
+        self.config: Any = model.config
+        self._backbone: nn.Module = model.get_decoder()
+        self._lm_head: nn.Module = model.get_output_embeddings()
+        self._mask_kind = FAMILIES[self.config.model_type]
+        self._prefill_chunk = prefill_chunk
+        self._cache = PreallocatedCache(self.config.num_hidden_layers)
+        self._scored_from = 0
+        self._cap_or_scale = self._find_output_transform()
+
+    @property
+    def vocabulary_size(self) -> int:
+        """V: rows of the logits, which can be more than the tokenizer's tokens."""
+        return int(self._vocabulary_size)
+
+    @property
+    def hidden_size(self) -> int:
+        """H."""
+        return int(self.config.hidden_size)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The parameters' dtype as it is now (`model.dtype` can be stale after `.float()`)."""
+        return self._embedding_weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where token ids are read."""
+        return self._embedding_weight.device
+
+    @property
+    def output_device(self) -> torch.device:
+        """Where features and logits come out."""
+        return self._output_device
+
+    @property
+    def max_positions(self) -> int:
+        """The longest sequence, prompt and answer, that this model decodes right."""
+        limit = int(self.config.max_position_embeddings)
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+        for kind in kinds:
+            original = kind.get("original_max_position_embeddings") or getattr(
+                self.config, "original_max_position_embeddings", None
+            )
+            if kind.get("rope_type") in _LENGTH_DEPENDENT_ROPE and original:
+                limit = min(limit, int(original))
+        return limit
+
+    @property
+    def num_rows(self) -> int:
+        """Rows in the cache."""
+        return self._cache.num_rows
+
+    @property
+    def _embedding_weight(self) -> Tensor:
+        weight = self.model.get_input_embeddings().weight
+        assert isinstance(weight, Tensor)
+        return weight
+
+    @torch.inference_mode()
+    def start(self, capacity: int) -> None:
+        """Forgets the last request and makes room for `capacity` rows."""
+        self._cache.reserve(capacity)
+
+    @torch.inference_mode()
+    def prefill(self, input_ids: Tensor) -> TargetOutput:
+        """Reads a prompt behind the rows that are there, in chunks.
+
+        Args:
+            input_ids: [P] int64.
+
+        Returns:
+            logits [1, V] of the last position, features [P, H].
+        """
+        features = [self._forward(chunk, None, None) for chunk in input_ids.split(self._prefill_chunk)]
+        return TargetOutput(self.logits(features[-1][-1:]), torch.cat(features))
+
+    @torch.inference_mode()
+    def score(self, tree: DraftTree) -> TargetOutput:
+        """One pass over all nodes of a tree behind the rows that are there; appends one row a node."""
+        if tree.num_nodes == 1:  # the model's own one-token step, so that plain decoding is nothing else
+            features = self._forward(tree.token_ids, None, None)
+        else:
+            positions = tree_position_ids(tree.depths, self.num_rows)
+            features = self._forward(tree.token_ids, self._masks(tree), positions)
+        return TargetOutput(self.logits(features), features)
+
+    @torch.inference_mode()
+    def commit(self, path: list[int]) -> None:
+        """Keeps the rows of `path` (tree rows, ascending, the root's 0 included) of the tree scored last.
+
+        The prefix stays; all other rows of the tree are dropped.
+        """
+        num_prefix = self._scored_from
+        self._cache.commit(num_prefix, path)
+
+    def logits(self, features: Tensor) -> Tensor:
+        """What the model's forward makes of features: [..., H] -> [..., V]."""
+        logits: Tensor = self._lm_head(features)
+        return self._cap_or_scale(logits)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """The embeddings that the model itself reads: [...] int64 -> [..., H], on the output device."""
+        embedded: Tensor = self.model.get_input_embeddings()(token_ids.to(self.device))
+        return embedded.to(self.output_device)
+
+    def _forward(self, token_ids: Tensor, masks: Any, positions: Tensor | None) -> Tensor:
+        """[N] ids -> [N, H] features."""
+        self._scored_from = self.num_rows
+        if positions is None:
+            positions = torch.arange(self.num_rows, self.num_rows + token_ids.numel())
+        outputs = self._backbone(
+            input_ids=token_ids.to(self.device)[None],
+            attention_mask=masks,
+            position_ids=positions.to(self.device)[None],
+            cache=self._cache,
+            use_cache=True,
+        )
+        features: Tensor = outputs.last_hidden_state[0]
+        return features.to(self._output_device)
+
+    def _masks(self, tree: DraftTree) -> Tensor | dict[str, Tensor]:
+        """Additive masks in the form that this family's forward takes.
+
+        Additive because a bool mask is added as 0 and 1 under eager attention.
+        """
+        parents, depths = tree.parents.to(self.device), tree.depths.to(self.device)
+        ancestors = ancestor_mask(parents)
+        window = getattr(self.config, "sliding_window", None)
+
+        def full() -> Tensor:
+            return additive_mask(ancestors, self.num_rows, self.dtype)
+
+        def sliding() -> Tensor:
+            assert window is not None
+            return sliding_additive_mask(ancestors, depths, self.num_rows, window, self.dtype)
+
+        if self._mask_kind == "tensor":
+            # Llama has no window whatever its config says; the other families apply theirs to every layer.
+            return sliding() if window and self.config.model_type != "llama" else full()
+        makers = {"full_attention": full, "sliding_attention": sliding}
+        return {kind: makers[kind]() for kind in set(self.config.layer_types)}
+
+    @torch.inference_mode()
+    def _find_output_transform(self) -> Callable[[Tensor], Tensor]:
+        """What the model does between `lm_head` and its logits, proven on a two-token pass."""
+        token_ids = torch.tensor([[0, 1]], device=self.device)
+        outputs = self.model(input_ids=token_ids, use_cache=False)
+        features = self._backbone(input_ids=token_ids, use_cache=False).last_hidden_state
+        logits = self._lm_head(features)
+        self._vocabulary_size = outputs.logits.shape[-1]
+        self._output_device = logits.device
+        cap = getattr(self.config, "final_logit_softcapping", None)
+        transforms: list[Callable[[Tensor], Tensor]] = [lambda x: x]
+        if cap is not None:
+            transforms.append(lambda x: torch.tanh(x / cap) * cap)
+        for transform in transforms:
+            expected = outputs.logits.to(logits.device)
+            if torch.allclose(transform(logits), expected, rtol=1e-3, atol=1e-3, equal_nan=True):
+                return transform
+        raise UnsupportedModelError(
+            f"{type(self.model).__name__} does more between lm_head and its logits than a soft cap; supported are models "
+            "whose logits are lm_head(final hidden state), soft-capped or not"
+        )
+
+
+def _refuse_unsupported(model: PreTrainedModel) -> None:
+    """One clear sentence for everything that is not proven right."""
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"target must be a loaded transformers causal LM, got {type(model).__name__}")
+    config: Any = model.config
+    name = f"{type(model).__name__} ({config.model_type})"
+    supported = f"supported families are {', '.join(sorted(FAMILIES))}"
+    if config.is_encoder_decoder:
+        raise UnsupportedModelError(f"{name} is an encoder-decoder; {supported}")
+    if config.model_type not in FAMILIES:
+        raise UnsupportedModelError(
+            f"{name} is not a family that tree decoding is proven right for (state-space, linear-attention and other "
+            f"caches cannot drop rejected tokens); {supported}"
+        )
+    if model.get_output_embeddings() is None:
+        raise UnsupportedModelError(f"{name} has no lm_head; load it with AutoModelForCausalLM")
+    if model.training:
+        raise ValueError(f"{name} is in training mode, where dropout changes its logits; call model.eval() first")
+    implementation = config._attn_implementation
+    if implementation not in ATTENTION_IMPLEMENTATIONS:
+        raise UnsupportedModelError(
+            f"attention {implementation!r} takes no tree mask; load {name} with attn_implementation='sdpa' or 'eager'"
+        )
+    unknown = sorted(set(getattr(config, "layer_types", None) or []) - set(LAYER_TYPES))
+    if unknown:
+        raise UnsupportedModelError(f"{name} has layers of type {unknown}; supported are {list(LAYER_TYPES)}")

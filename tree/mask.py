@@ -1,0 +1,73 @@
+"""Attention masks and positions of a draft tree behind a prefix."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def ancestor_mask(parents: Tensor) -> Tensor:
+    """Which nodes each node may see: itself and its ancestors.
+
+    Args:
+        parents: [N] int64, parents before children, -1 for the root.
+
+    Returns:
+        [N, N] bool on the device of `parents`; row i is node i.
+    """
+    rows = parents.tolist()
+    mask = torch.eye(len(rows), dtype=torch.bool)
+    for node, parent in enumerate(rows):
+        if parent >= 0:
+            mask[node] |= mask[parent]
+    return mask.to(parents.device)
+
+
+def tree_position_ids(depths: Tensor, num_prefix: int) -> Tensor:
+    """[N] int64 depths -> [N] int64 positions: siblings share one, whatever their row."""
+    return depths + num_prefix
+
+
+def additive_mask(ancestors: Tensor, num_prefix: int, dtype: torch.dtype) -> Tensor:
+    """The mask of full attention, to be added to attention scores.
+
+    Args:
+        ancestors: [N, N] bool from `ancestor_mask`.
+        num_prefix: rows of the prefix, visible to every node.
+        dtype: floating dtype of the model; blocked cells hold its most negative finite value.
+
+    Returns:
+        [1, 1, N, num_prefix + N] of `dtype`.
+    """
+    prefix = ancestors.new_ones((ancestors.shape[0], num_prefix))
+    return _to_additive(torch.cat([prefix, ancestors], dim=1), dtype)
+
+
+def sliding_additive_mask(
+    ancestors: Tensor, depths: Tensor, num_prefix: int, window: int, dtype: torch.dtype
+) -> Tensor:
+    """The mask of sliding-window attention: a visible key is also less than `window` positions back.
+
+    Positions follow depth, not row: a prefix row t sits at position t, a node of depth d at num_prefix + d.
+
+    Args:
+        ancestors: [N, N] bool from `ancestor_mask`.
+        depths: [N] int64.
+        num_prefix: rows of the prefix.
+        window: positions a query sees, its own included, >= 1.
+        dtype: floating dtype of the model.
+
+    Returns:
+        [1, 1, N, num_prefix + N] of `dtype`.
+    """
+    positions = tree_position_ids(depths, num_prefix)
+    key_positions = torch.cat([torch.arange(num_prefix, device=depths.device), positions])
+    near = positions[:, None] - key_positions[None, :] < window
+    prefix = ancestors.new_ones((ancestors.shape[0], num_prefix))
+    return _to_additive(torch.cat([prefix, ancestors], dim=1) & near, dtype)
+
+
+def _to_additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """[N, M] bool -> [1, 1, N, M]: 0 where visible, the dtype's most negative finite value elsewhere."""
+    blocked = torch.finfo(dtype).min
+    return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, blocked)[None, None]
