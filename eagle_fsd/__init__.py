@@ -1,7 +1,7 @@
 """EAGLE-2 tree drafting for stock Hugging Face causal LMs, every node verified exactly or fuzzily.
 
-Shape letters: B batch, P prompt, N tree nodes (root included), K children, D depth, H hidden, V vocabulary, U draft
-vocabulary. Divergences and costs are in nats.
+Shape letters: B batch, P prompt, N tree nodes (root included), K children, D depth, H hidden, V
+vocabulary, U draft vocabulary. Divergences and costs are in nats.
 """
 
 from eagle_fsd.acceptance import AcceptanceRule, Exact, Fuzzy, build_rule

@@ -1,6 +1,6 @@
 """Commands: `python -m eagle_fsd generate|compare|inspect|fetch`.
 
-    python -m eagle_fsd generate --target demo --draft-head demo --prompt "Why is the sky blue?"
+python -m eagle_fsd generate --target demo --draft-head demo --prompt "Why is the sky blue?"
 """
 
 from __future__ import annotations
@@ -13,7 +13,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from eagle_fsd.acceptance import add_rule_arguments, rule_from_args
-from eagle_fsd.checkpoint import check_fit, describe_head, load_head, load_target_config, locate_head
+from eagle_fsd.checkpoint import (
+    check_fit,
+    describe_head,
+    load_head,
+    load_target_config,
+    locate_head,
+)
 from eagle_fsd.config import SamplingConfig
 from eagle_fsd.decoder import GenerationResult, SpeculativeDecoder, Step
 from eagle_fsd.default_target import ensure_default_target
@@ -29,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return command(args)
     except USER_ERRORS as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        print(f"eagle_fsd: {lines[0]}", file=sys.stderr)  # noqa: T201
+        print(f"eagle_fsd: {lines[0]}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -40,28 +46,42 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m eagle_fsd", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    generate = commands.add_parser("generate", help="answer one prompt; the text streams as it is made")
+    generate = commands.add_parser(
+        "generate", help="answer one prompt; the text streams as it is made"
+    )
     _add_model_arguments(generate)
     _add_request_arguments(generate)
     add_rule_arguments(generate)
-    generate.add_argument("--plain", action="store_true", help="plain decoding, without a draft tree")
-    generate.add_argument("--json", action="store_true", help="print the result and its figures as one JSON object")
+    generate.add_argument(
+        "--plain", action="store_true", help="plain decoding, without a draft tree"
+    )
+    generate.add_argument(
+        "--json", action="store_true", help="print the result and its figures as one JSON object"
+    )
     generate.set_defaults(command=_generate)
 
-    compare = commands.add_parser("compare", help="answer one prompt with plain decoding and with the tree")
+    compare = commands.add_parser(
+        "compare", help="answer one prompt with plain decoding and with the tree"
+    )
     _add_model_arguments(compare)
     _add_request_arguments(compare)
     add_rule_arguments(compare)
-    compare.add_argument("--json", action="store_true", help="print both results as one JSON object")
+    compare.add_argument(
+        "--json", action="store_true", help="print both results as one JSON object"
+    )
     compare.set_defaults(command=_compare)
 
-    inspect = commands.add_parser("inspect", help="say what a draft head is, and whether it fits a target")
+    inspect = commands.add_parser(
+        "inspect", help="say what a draft head is, and whether it fits a target"
+    )
     inspect.add_argument("head", help="demo, a hub id or a folder")
     inspect.add_argument("--target", help="demo, a hub id, a folder or a .gguf file")
     inspect.add_argument("--json", action="store_true", help="print JSON")
     inspect.set_defaults(command=_inspect)
 
-    fetch = commands.add_parser("fetch", help="fetch and convert the default target, when it is not there yet")
+    fetch = commands.add_parser(
+        "fetch", help="fetch and convert the default target, when it is not there yet"
+    )
     fetch.set_defaults(command=_fetch)
     return parser
 
@@ -72,17 +92,25 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--draft-head", help="demo, a hub id or a folder in EAGLE's format")
     group.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
     group.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps")
-    group.add_argument("--tree", default="auto", help="auto or N,DEPTH,K: draft tokens, levels, children")
+    group.add_argument(
+        "--tree", default="auto", help="auto or N,DEPTH,K: draft tokens, levels, children"
+    )
     group.add_argument("--revision", help="of a hub id")
-    group.add_argument("--attn-implementation", choices=("eager", "sdpa"), help="attention of the target")
+    group.add_argument(
+        "--attn-implementation", choices=("eager", "sdpa"), help="attention of the target"
+    )
 
 
 def _add_request_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("request")
-    group.add_argument("--prompt", required=True, help="one user message, or - to read it from standard input")
+    group.add_argument(
+        "--prompt", required=True, help="one user message, or - to read it from standard input"
+    )
     group.add_argument("--system", help="system message")
     group.add_argument("--max-new-tokens", type=int, default=256)
-    group.add_argument("--stop", action="append", default=[], help="stop string; may be given several times")
+    group.add_argument(
+        "--stop", action="append", default=[], help="stop string; may be given several times"
+    )
     group.add_argument("--seed", type=int, default=0)
     SamplingConfig.add_arguments(parser)
 
@@ -127,7 +155,9 @@ def _generate(args: argparse.Namespace) -> int:
     return 0
 
 
-def _stream(decoder: SpeculativeDecoder, messages: Any, *, show: bool, **options: Any) -> GenerationResult:
+def _stream(
+    decoder: SpeculativeDecoder, messages: Any, *, show: bool, **options: Any
+) -> GenerationResult:
     step: Step | None = None
     for step in decoder.stream(messages, **options):
         if show:
@@ -156,7 +186,10 @@ def _compare(args: argparse.Namespace) -> int:
     tree = _stream(decoder, messages, show=True, rule=rule, **options)
     ratio = tree.stats.tokens_per_second / plain.stats.tokens_per_second
     same = "identical" if tree.token_ids == plain.token_ids else "different"
-    _write(f"\n\n{_summary(tree)}\n\nthe two texts are {same}; EAGLE-2 / plain tokens per second: {ratio:.2f}\n")
+    _write(
+        f"\n\n{_summary(tree)}\n\nthe two texts are {same}; EAGLE-2 / plain tokens per second: "
+        f"{ratio:.2f}\n"
+    )
     return 0
 
 
@@ -172,7 +205,11 @@ def _inspect(args: argparse.Namespace) -> int:
         _print_json(facts)
     else:
         width = max(map(len, facts))
-        _write("".join(f"{name:<{width}}  {value}\n" for name, value in facts.items() if value is not None))
+        _write(
+            "".join(
+                f"{name:<{width}}  {value}\n" for name, value in facts.items() if value is not None
+            )
+        )
     return 0
 
 
@@ -193,7 +230,8 @@ def _summary(result: GenerationResult) -> str:
         parts.append(f"KL spent {stats.kl_spent:.3f} nats")
     if stats.regret_spent is not None:
         parts.append(f"regret spent {stats.regret_spent:.3f} nats")
-    return f"[{', '.join([*parts, f'rule {stats.rule}', f'tree {stats.tree}', f'stopped by {result.finish_reason}'])}]"
+    parts += [f"rule {stats.rule}", f"tree {stats.tree}", f"stopped by {result.finish_reason}"]
+    return f"[{', '.join(parts)}]"
 
 
 def _as_json(result: GenerationResult) -> dict[str, Any]:

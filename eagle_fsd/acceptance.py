@@ -43,7 +43,7 @@ class Node:
     """What a rule sees at one visited node of the draft tree.
 
     Attributes:
-        target_logits: [V], raw.
+        target_logits: [V], raw, like all tensors here on a device that has float64.
         target_probs: [V] float32 or float64, p after the warpers. At temperature 0: the law at
             temperature 1 after top-k, top-p and min-p.
         draft_log_probs: [V], log q at temperature 1, -inf where q is zero (reduced draft
@@ -195,12 +195,12 @@ def decision_cost(node: Node, decision: Decision) -> float:
         (p(E) + r R) log(1 + r R / p(E)) + (1 - r) R log(1 - r); a child taken without a draw costs
         -log p(child), inf where the target cannot emit it; an exact decision costs 0.
     """
+    if not decision.is_relaxed:
+        return 0.0
     parts = node.partition
     if decision.take is not None:
         taken = parts.child_probs[decision.take].item()
         return 0.0 - math.log(taken) if taken > 0.0 else math.inf
-    if decision.rescue_prob == 0.0:
-        return 0.0
     eligible_mass = torch.where(decision.eligible, parts.child_probs, 0.0).sum().item()
     return _rescue_cost(eligible_mass, parts.outside_mass, decision.rescue_prob)
 
@@ -218,9 +218,9 @@ def greedy_rescue(node: Node, decision: Decision) -> int | None:
         when 0 < r < 1 and the emitted law puts at least as much on it as on any refused token:
         p(best) (1 + r R / p(E)) >= (1 - r) max p outside. None otherwise.
     """
-    parts = node.partition
     if decision.rescue_prob == 0.0:
         return None
+    parts = node.partition
     masses = torch.where(decision.eligible, parts.child_probs, -1.0).tolist()
     best = max(range(len(masses)), key=masses.__getitem__)
     if decision.rescue_prob < 1.0:

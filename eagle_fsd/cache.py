@@ -12,14 +12,14 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 class PreallocatedLayer(CacheLayerMixin):
     """Keys and values of one attention layer in buffers that are written in place.
 
-    Sliding-window layers keep all rows too: which of them a query sees is the mask's business, and a rolled-back row can
-    then never be one that was thrown away.
+    Sliding-window layers keep all rows too: which of them a query sees is the mask's business, and
+    a rolled-back row can then never be one that was thrown away.
     """
 
     is_sliding = False
 
     def __init__(self, capacity: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.num_rows = 0
         self.capacity = capacity
 
@@ -32,8 +32,10 @@ class PreallocatedLayer(CacheLayerMixin):
         batch, heads, _, head_dim = states.shape
         return states.new_empty((batch, heads, self.capacity, head_dim))
 
-    def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Writes [B, heads, T, head_dim] behind the rows that are there; returns all rows, a view each."""
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Appends [B, heads, T, head_dim]; returns all keys and all values, as views."""
         start, stop = self.num_rows, self.num_rows + key_states.shape[2]
         if not self.is_initialized or not self._fits(key_states):
             self._start_over(key_states, value_states)
@@ -48,13 +50,18 @@ class PreallocatedLayer(CacheLayerMixin):
 
     def _fits(self, key_states: Tensor) -> bool:
         return (
-            self.keys is not None and self.keys.dtype == key_states.dtype and self.keys.device == key_states.device
+            self.keys is not None
+            and self.keys.dtype == key_states.dtype
+            and self.keys.device == key_states.device
         )
 
     def _start_over(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Takes over the dtype and device of a model that was moved or converted since the last request."""
+        """Follows a model that was moved or converted since the last request."""
         if self.num_rows:
-            raise RuntimeError("the model's dtype or device changed in the middle of a request; start a new request")
+            raise RuntimeError(
+                "the model's dtype or device changed in the middle of a request; start a new "
+                "request"
+            )
         self.lazy_initialization(key_states, value_states)
 
     def grow(self, capacity: int) -> None:
@@ -68,11 +75,12 @@ class PreallocatedLayer(CacheLayerMixin):
         self.keys, self.values = keys, values
 
     def keep(self, num_prefix: int, rows: Tensor) -> None:
-        """Keeps the first `num_prefix` rows and, right behind them, `rows` [M] (ascending, >= num_prefix)."""
+        """Keeps the first `num_prefix` rows and, right behind them, the later `rows` [M]."""
         if self.keys is not None and self.values is not None:
             stop = num_prefix + rows.numel()
             rows = rows.to(self.keys.device)
-            # index_select copies before anything is written, so overlapping source and goal are safe.
+            # index_select copies before anything is written, so overlapping source and goal are
+            # safe.
             self.keys[:, :, num_prefix:stop] = self.keys.index_select(2, rows)
             self.values[:, :, num_prefix:stop] = self.values.index_select(2, rows)
         self.num_rows = num_prefix + rows.numel()
@@ -90,7 +98,7 @@ class PreallocatedLayer(CacheLayerMixin):
         self.num_rows = 0
 
     def reserve(self, capacity: int) -> None:
-        """Forgets all rows and makes room for `capacity`; a buffer that is large enough is used again."""
+        """Forgets all rows and makes room for `capacity`, in the same buffer if it is large."""
         self.num_rows = 0
         if self.capacity < capacity:
             self.grow(capacity)
@@ -103,7 +111,7 @@ class PreallocatedLayer(CacheLayerMixin):
 class PreallocatedCache(Cache):
     """One `PreallocatedLayer` a layer, in the form that transformers models take as `cache=`."""
 
-    layers: list[PreallocatedLayer]
+    layers: list[PreallocatedLayer]  # type: ignore[assignment]
 
     def __init__(self, num_layers: int, capacity: int = 0) -> None:
         super().__init__(layers=[PreallocatedLayer(capacity) for _ in range(num_layers)])
@@ -123,7 +131,8 @@ class PreallocatedCache(Cache):
 
         Args:
             num_prefix: rows before the tree.
-            path: tree rows to keep, ascending; the root's row 0 included. They need not be contiguous.
+            path: tree rows to keep, ascending; the root's row 0 included. They need not be
+                contiguous.
         """
         num_kept = len(path)
         if path == list(range(num_kept)):  # in place already

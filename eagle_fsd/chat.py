@@ -15,8 +15,10 @@ def encode_prompt(prompt: Prompt, tokenizer: Any | None, vocabulary_size: int) -
     """Token ids of one prompt.
 
     Args:
-        prompt: one user message, a list of chat messages ({"role", "content"}), or raw ids [1, P] or [P].
-        tokenizer: its chat template renders messages; without a template a string is encoded as it is.
+        prompt: one user message, a list of chat messages ({"role", "content"}), or raw ids [1, P]
+            or [P].
+        tokenizer: its chat template renders messages; without a template a string is encoded as it
+            is.
         vocabulary_size: ids must be below it.
 
     Returns:
@@ -31,29 +33,50 @@ def encode_prompt(prompt: Prompt, tokenizer: Any | None, vocabulary_size: int) -
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     elif not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
-        raise TypeError(f"prompt must be text, a list of chat messages or input_ids [1, P], got {type(prompt).__name__}")
+        raise TypeError(
+            f"prompt must be text, a list of chat messages or input_ids [1, P], got "
+            f"{type(prompt).__name__}"
+        )
     if prompt and all(isinstance(item, str) for item in prompt):
-        raise ValueError(f"one prompt at a time: got a list of {len(prompt)} texts; call once for each")
-    _check_messages(prompt)
+        raise ValueError(
+            f"one prompt at a time: got a list of {len(prompt)} texts; call once for each"
+        )
+    messages: Sequence[Any] = prompt
+    _check_messages(messages)
     if tokenizer is None:
-        raise ValueError("text needs a tokenizer and this target came without one; pass tokenizer= or raw input_ids [1, P]")
+        raise ValueError(
+            "text needs a tokenizer and this target came without one; pass tokenizer= or raw "
+            "input_ids [1, P]"
+        )
     if getattr(tokenizer, "chat_template", None):
-        ids = tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, tokenize=True, return_dict=False)
-    elif len(prompt) == 1:
-        ids = tokenizer(prompt[0]["content"])["input_ids"]
+        ids = tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+    elif len(messages) == 1:
+        ids = tokenizer(messages[0]["content"])["input_ids"]
     else:
-        raise ValueError("this tokenizer has no chat template for a list of messages; pass one text or raw input_ids [1, P]")
+        raise ValueError(
+            "this tokenizer has no chat template for a list of messages; pass one text or raw "
+            "input_ids [1, P]"
+        )
     return _check_ids(torch.tensor(ids, dtype=torch.int64), vocabulary_size)
 
 
 def _check_messages(messages: Sequence[Any]) -> None:
     if not messages:
-        raise ValueError("the prompt is empty; give a text, at least one chat message, or input_ids [1, P]")
+        raise ValueError(
+            "the prompt is empty; give a text, at least one chat message, or input_ids [1, P]"
+        )
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
-            raise TypeError(f'chat message {number} must have "role" and "content", got {message!r}')
+            raise TypeError(
+                f'chat message {number} must have "role" and "content", got {message!r}'
+            )
         if not isinstance(message["content"], str):
-            raise TypeError(f"content of chat message {number} must be text, got {type(message['content']).__name__}")
+            raise TypeError(
+                f"content of chat message {number} must be text, got "
+                f"{type(message['content']).__name__}"
+            )
     if messages[-1]["role"] == "user" and not messages[-1]["content"]:
         raise ValueError("the prompt is empty; give at least one character")
 
@@ -62,7 +85,10 @@ def _check_ids(ids: Tensor, vocabulary_size: int) -> Tensor:
     if ids.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"input_ids must be int64, got {ids.dtype}")
     if ids.dim() == 2 and ids.shape[0] > 1:
-        raise ValueError(f"one prompt at a time: got input_ids of shape {list(ids.shape)}, want [1, P]; call once for each")
+        raise ValueError(
+            f"one prompt at a time: got input_ids of shape {list(ids.shape)}, want [1, P]; call "
+            f"once for each"
+        )
     if ids.dim() not in (1, 2):
         raise ValueError(f"input_ids must have shape [1, P] or [P], got {list(ids.shape)}")
     ids = ids.reshape(-1).to(torch.int64)
@@ -71,7 +97,8 @@ def _check_ids(ids: Tensor, vocabulary_size: int) -> Tensor:
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= vocabulary_size:
         raise ValueError(
-            f"input_ids must be in [0, {vocabulary_size}), got {low if low < 0 else high}; is it another model's tokenizer?"
+            f"input_ids must be in [0, {vocabulary_size}), got {low if low < 0 else high}; is it "
+            f"another model's tokenizer?"
         )
     return ids
 
@@ -82,7 +109,8 @@ class Detokenizer:
     All pieces joined, `flush` included, are the decoding of all ids.
     """
 
-    # Decoding can look back (a leading space, a byte run), so the last readable piece is decoded again with each new one.
+    # Decoding can look back (a leading space, a byte run), so the last readable piece is decoded
+    # again with each new one.
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._ids: list[int] = []
@@ -106,7 +134,9 @@ class Detokenizer:
 
     def _decode(self, stop: int) -> str:
         text: str = self._tokenizer.decode(
-            self._ids[self._start : stop], skip_special_tokens=True, clean_up_tokenization_spaces=False
+            self._ids[self._start : stop],
+            skip_special_tokens=True,
+            clean_up_tokenization_spaces=False,
         )
         return text
 
@@ -123,7 +153,7 @@ class StopStrings:
         self._held = ""
 
     def add(self, text: str) -> tuple[str, bool]:
-        """Takes a piece; returns the text that is safe to show and whether a stop string was completed.
+        """Takes a piece; returns the text that is safe to show, and whether a stop string came.
 
         The stop string itself and all behind it are not shown.
         """
@@ -133,7 +163,10 @@ class StopStrings:
             shown, self._held = self._held[: min(found)], ""
             return shown, True
         keep = max((_overlap(self._held, string) for string in self._strings), default=0)
-        shown, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        shown, self._held = (
+            self._held[: len(self._held) - keep],
+            self._held[len(self._held) - keep :],
+        )
         return shown, False
 
     def flush(self) -> str:
@@ -160,15 +193,20 @@ def check_stops(stop: str | Sequence[str] | None) -> tuple[str, ...]:
     strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
     for string in strings:
         if not isinstance(string, str):
-            raise TypeError(f"stop must be text or a list of texts, got {string!r}; token ids go to stop_ids")
+            raise TypeError(
+                f"stop must be text or a list of texts, got {string!r}; token ids go to stop_ids"
+            )
         if not string:
             raise ValueError("a stop string must not be empty")
     return strings
 
 
 def special_token_id(string: str, tokenizer: Any) -> int | None:
-    """The id of a special token that is written like this, which text without special tokens never shows."""
-    if string in getattr(tokenizer, "all_special_tokens", ()) or string in tokenizer.get_added_vocab():
+    """The id of the special token that is written like this; text never shows it."""
+    if (
+        string in getattr(tokenizer, "all_special_tokens", ())
+        or string in tokenizer.get_added_vocab()
+    ):
         token_id = tokenizer.convert_tokens_to_ids(string)
         return token_id if isinstance(token_id, int) else None
     return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import pickle
 import shutil
 import tempfile
@@ -18,9 +17,15 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GgufConfig,
+    PreTrainedModel,
+)
 
-from eagle_fsd.default_target import DEMO, ensure_default_target
+from eagle_fsd.default_target import DEMO, ensure_default_target, load_gguf_tokenizer
 from eagle_fsd.draft_head import DraftHead, DraftHeadConfig
 
 logger = logging.getLogger(__name__)
@@ -36,8 +41,8 @@ def load_target(target: str | Path, **options: Any) -> tuple[PreTrainedModel, An
 
     Args:
         target: "demo" (fetched on first use), a folder, a .gguf file, or a hub id.
-        **options: for transformers' `from_pretrained`: dtype, device_map, revision, token, quantization_config,
-            attn_implementation, ...
+        **options: for transformers' `from_pretrained`: dtype, device_map, revision, token,
+            quantization_config, attn_implementation, ...
 
     Raises:
         FileNotFoundError: for a path that is not there.
@@ -51,10 +56,16 @@ def load_target(target: str | Path, **options: Any) -> tuple[PreTrainedModel, An
         options.setdefault("quantization_config", GgufConfig(dequantize=True))
     try:
         model = AutoModelForCausalLM.from_pretrained(source, **files, **options)
-        tokenizer = AutoTokenizer.from_pretrained(source, **files, **shared)
+        tokenizer = _load_tokenizer(source, files, shared)
     except (OSError, ValueError, KeyError, SafetensorError, RuntimeError) as error:
         raise ValueError(f"cannot load target {str(target)!r}: {_first_line(error)}") from error
     return model.eval(), tokenizer
+
+
+def _load_tokenizer(source: str, files: dict[str, str], access: dict[str, Any]) -> Any:
+    if "gguf_file" in files:
+        return load_gguf_tokenizer(Path(source) / files["gguf_file"])
+    return AutoTokenizer.from_pretrained(source, **access)
 
 
 def load_target_config(target: str | Path) -> Any:
@@ -68,7 +79,9 @@ def load_target_config(target: str | Path) -> Any:
     try:
         return AutoConfig.from_pretrained(source, **files)
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"cannot read the config of target {str(target)!r}: {_first_line(error)}") from error
+        raise ValueError(
+            f"cannot read the config of target {str(target)!r}: {_first_line(error)}"
+        ) from error
 
 
 def _locate_target(target: str | Path) -> tuple[str, dict[str, str]]:
@@ -78,11 +91,15 @@ def _locate_target(target: str | Path) -> tuple[str, dict[str, str]]:
     path = Path(target).expanduser()
     if path.suffix == ".gguf":
         if not path.is_file():
-            raise FileNotFoundError(f"no GGUF file at {path}; give an existing file, a folder, a hub id or {DEMO!r}")
+            raise FileNotFoundError(
+                f"no GGUF file at {path}; give an existing file, a folder, a hub id or {DEMO!r}"
+            )
         return str(path.parent), {"gguf_file": path.name}
     if path.is_dir():
         if not (path / CONFIG).is_file():
-            raise FileNotFoundError(f"folder {path} has no {CONFIG}; a target is a transformers folder or a .gguf file")
+            raise FileNotFoundError(
+                f"folder {path} has no {CONFIG}; a target is a transformers folder or a .gguf file"
+            )
         return str(path), {}
     _refuse_path(str(target), "target")
     return str(target), {}
@@ -90,12 +107,18 @@ def _locate_target(target: str | Path) -> tuple[str, dict[str, str]]:
 
 def _refuse_path(name: str, kind: str) -> None:
     """Tells a path that is not there from a hub id, which is NAME or OWNER/NAME."""
-    looks_like_path = name.startswith(("/", ".", "~")) or name.count("/") > 1 or "\\" in name or not name
+    looks_like_path = (
+        name.startswith(("/", ".", "~")) or name.count("/") > 1 or "\\" in name or not name
+    )
     if looks_like_path:
-        raise FileNotFoundError(f"no {kind} at {name!r}; give an existing folder, a hub id or {DEMO!r}")
+        raise FileNotFoundError(
+            f"no {kind} at {name!r}; give an existing folder, a hub id or {DEMO!r}"
+        )
 
 
-def locate_head(head: str | Path, *, revision: str | None = None, token: str | bool | None = None) -> Path:
+def locate_head(
+    head: str | Path, *, revision: str | None = None, token: str | bool | None = None
+) -> Path:
     """The folder of a head: "demo", a local folder, or a hub id (downloaded).
 
     Raises:
@@ -108,18 +131,27 @@ def locate_head(head: str | Path, *, revision: str | None = None, token: str | b
     if path.is_dir():
         return path
     if path.exists():
-        raise ValueError(f"a draft head is a folder with {CONFIG} and {WEIGHTS}, got the file {str(path)!r}")
+        raise ValueError(
+            f"a draft head is a folder with {CONFIG} and {WEIGHTS}, got the file {str(path)!r}"
+        )
     _refuse_path(str(head), "draft head")
     try:
         folder = snapshot_download(
-            str(head), revision=revision, token=token, allow_patterns=[CONFIG, WEIGHTS, OLD_WEIGHTS, "draft_vocab.json"]
+            str(head),
+            revision=revision,
+            token=token,
+            allow_patterns=[CONFIG, WEIGHTS, OLD_WEIGHTS, "draft_vocab.json"],
         )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise ValueError(f"no folder and no hub repository for draft head {str(head)!r}: {_first_line(error)}") from error
+        raise ValueError(
+            f"no folder and no hub repository for draft head {str(head)!r}: {_first_line(error)}"
+        ) from error
     return Path(folder)
 
 
-def load_head(head: str | Path, *, revision: str | None = None, token: str | bool | None = None) -> DraftHead:
+def load_head(
+    head: str | Path, *, revision: str | None = None, token: str | bool | None = None
+) -> DraftHead:
     """Loads a head in EAGLE's format, strictly, in the dtype of its file.
 
     Args:
@@ -137,7 +169,9 @@ def load_head(head: str | Path, *, revision: str | None = None, token: str | boo
     _refuse_eagle3(folder, raw, tensors)
     config = _head_config(folder, raw, tensors)
     with torch.device("meta"):
-        expected = {name: tuple(value.shape) for name, value in DraftHead(config).state_dict().items()}
+        expected = {
+            name: tuple(value.shape) for name, value in DraftHead(config).state_dict().items()
+        }
     _compare_tensors(folder, expected, tensors)
     model = DraftHead(config)
     model.load_state_dict(tensors)
@@ -145,7 +179,7 @@ def load_head(head: str | Path, *, revision: str | None = None, token: str | boo
 
 
 def save_head(head: DraftHead, folder: str | Path, extras: dict[str, Any] | None = None) -> None:
-    """Writes a head as `config.json` and `model.safetensors`; the folder appears whole or not at all.
+    """Writes a head as `config.json` and `model.safetensors`, whole or not at all.
 
     Args:
         head: its own parameters are written and nothing of the target's.
@@ -157,22 +191,26 @@ def save_head(head: DraftHead, folder: str | Path, extras: dict[str, Any] | None
     """
     folder = Path(folder)
     if folder.exists() and any(folder.iterdir()) and not (folder / CONFIG).is_file():
-        raise ValueError(f"folder {folder} holds files that are not a draft head; choose another or empty it")
+        raise ValueError(
+            f"folder {folder} holds files that are not a draft head; choose another or empty it"
+        )
     folder.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         staging.chmod(0o755)
-        tensors = {name: value.detach().cpu().contiguous() for name, value in head.state_dict().items()}
+        tensors = {
+            name: value.detach().cpu().contiguous() for name, value in head.state_dict().items()
+        }
         dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
         raw = _config_json(head.config, dtype) | ({"eagle_fsd": extras} if extras else {})
         (staging / CONFIG).write_text(json.dumps(raw, indent=1) + "\n")
         save_file(tensors, staging / WEIGHTS, metadata={"format": "pt"})
         if folder.exists():
             for name in (CONFIG, WEIGHTS):
-                os.replace(staging / name, folder / name)
+                (staging / name).replace(folder / name)
             (folder / OLD_WEIGHTS).unlink(missing_ok=True)
         else:
-            os.replace(staging, folder)
+            staging.replace(folder)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
@@ -191,17 +229,25 @@ def check_fit(config: DraftHeadConfig, target_config: Any, vocabulary_size: int)
     pairs = (
         ("hidden size", config.hidden_size, target_config.hidden_size),
         ("vocabulary", config.vocab_size, vocabulary_size),
-        ("rope_theta", config.rope_parameters["rope_theta"], _target_rope(target_config).get("rope_theta")),
+        (
+            "rope_theta",
+            config.rope_parameters["rope_theta"],
+            _target_rope(target_config).get("rope_theta"),
+        ),
     )
     for name, of_head, of_target in pairs:
         if of_target is not None and of_head != of_target:
             raise ValueError(
-                f"draft head does not fit the target: {name} is {of_head} in the head and {of_target} in the target; "
+                f"draft head does not fit the target: {name} is {of_head} in the head and "
+                f"{of_target} in the target; "
                 "use a head trained for this target"
             )
     kinds = config.rope_parameters.get("rope_type"), _target_rope(target_config).get("rope_type")
     if kinds[0] != kinds[1]:
-        logger.warning("the draft head has RoPE %r and the target %r; acceptance may fall at long contexts", *kinds)
+        logger.warning(
+            "the draft head has RoPE %r and the target %r; acceptance may fall at long contexts",
+            *kinds,
+        )
 
 
 def describe_head(head: DraftHead, folder: Path) -> dict[str, Any]:
@@ -238,7 +284,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
-    """The checkpoint's tensors on the CPU; pickled files are read without running what they hold."""
+    """The checkpoint's tensors, on the CPU; nothing in a pickled file is run."""
     path, old = folder / WEIGHTS, folder / OLD_WEIGHTS
     try:
         if path.is_file():
@@ -247,10 +293,18 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
             tensors = torch.load(old, map_location="cpu", weights_only=True)
             path = old
         else:
-            raise FileNotFoundError(f"draft head folder {folder} has neither {WEIGHTS} nor {OLD_WEIGHTS}")
+            raise FileNotFoundError(
+                f"draft head folder {folder} has neither {WEIGHTS} nor {OLD_WEIGHTS}"
+            )
     except (SafetensorError, pickle.UnpicklingError, EOFError, RuntimeError) as error:
-        raise ValueError(f"draft head weights are corrupted or cut off: {path}: {_first_line(error)}") from error
-    if not isinstance(tensors, dict) or not all(isinstance(value, Tensor) for value in tensors.values()) or not tensors:
+        raise ValueError(
+            f"draft head weights are corrupted or cut off: {path}: {_first_line(error)}"
+        ) from error
+    if (
+        not isinstance(tensors, dict)
+        or not all(isinstance(value, Tensor) for value in tensors.values())
+        or not tensors
+    ):
         raise ValueError(f"{path} must hold named tensors, as an EAGLE head does")
     return {name: value for name, value in tensors.items() if not name.endswith(_DERIVED)}
 
@@ -264,7 +318,9 @@ def _refuse_eagle3(folder: Path, raw: dict[str, Any], tensors: dict[str, Tensor]
         or (fc is not None and isinstance(hidden, int) and tuple(fc.shape) == (hidden, 3 * hidden))
     )
     if is_eagle3:
-        raise ValueError(f"{folder} is an EAGLE-3 head; only EAGLE and EAGLE-2 heads (fc [H, 2H]) are supported")
+        raise ValueError(
+            f"{folder} is an EAGLE-3 head; only EAGLE and EAGLE-2 heads (fc [H, 2H]) are supported"
+        )
 
 
 def _head_config(folder: Path, raw: dict[str, Any], tensors: dict[str, Tensor]) -> DraftHeadConfig:
@@ -283,17 +339,22 @@ def _head_config(folder: Path, raw: dict[str, Any], tensors: dict[str, Tensor]) 
             rope_parameters=_rope_parameters(raw),
             hidden_act=str(raw.get("hidden_act", "silu")),
             bias=bool(raw.get("bias", True)),
-            qkv_bias=bool(raw.get("qkv_bias", False)) or "layers.0.self_attn.q_proj.bias" in tensors,
+            qkv_bias=bool(raw.get("qkv_bias", False))
+            or "layers.0.self_attn.q_proj.bias" in tensors,
             own_embeddings="embed_tokens.weight" in tensors,
         )
     except KeyError as error:
-        raise ValueError(f"{folder / CONFIG} lacks {error.args[0]!r}, which a draft head needs") from error
+        raise ValueError(
+            f"{folder / CONFIG} lacks {error.args[0]!r}, which a draft head needs"
+        ) from error
     except (TypeError, ZeroDivisionError) as error:
-        raise ValueError(f"{folder / CONFIG} is not the config of a draft head: {_first_line(error)}") from error
+        raise ValueError(
+            f"{folder / CONFIG} is not the config of a draft head: {_first_line(error)}"
+        ) from error
 
 
 def _rope_parameters(raw: dict[str, Any]) -> dict[str, Any]:
-    """`rope_parameters` of transformers 5, or `rope_theta` and `rope_scaling` of 4, in the form of 5."""
+    """RoPE as transformers 5 writes it, from its fields or from those of transformers 4."""
     new = raw.get("rope_parameters") or {}
     scaling = dict(raw.get("rope_scaling") or {})
     if "type" in scaling:
@@ -330,7 +391,9 @@ def _config_json(config: DraftHeadConfig, dtype: str) -> dict[str, Any]:
     }
 
 
-def _compare_tensors(folder: Path, expected: dict[str, tuple[int, ...]], tensors: dict[str, Tensor]) -> None:
+def _compare_tensors(
+    folder: Path, expected: dict[str, tuple[int, ...]], tensors: dict[str, Tensor]
+) -> None:
     missing = sorted(expected.keys() - tensors.keys())
     unexpected = sorted(tensors.keys() - expected.keys())
     if missing or unexpected:
@@ -340,12 +403,14 @@ def _compare_tensors(folder: Path, expected: dict[str, tuple[int, ...]], tensors
         elif "fc.bias" in unexpected:
             hint = '; its config says "bias": false'
         raise ValueError(
-            f"draft head {folder} does not match its config: missing tensors {missing}, unexpected {unexpected}{hint}"
+            f"draft head {folder} does not match its config: missing tensors {missing}, unexpected "
+            f"{unexpected}{hint}"
         )
     for name, shape in expected.items():
         if tuple(tensors[name].shape) != shape:
             raise ValueError(
-                f"draft head {folder}: {name} is {list(tensors[name].shape)}, its config asks for {list(shape)}"
+                f"draft head {folder}: {name} is {list(tensors[name].shape)}, its config asks for "
+                f"{list(shape)}"
             )
 
 

@@ -6,7 +6,8 @@ import argparse
 import math
 from dataclasses import dataclass
 
-# Below this temperature the target's law is a point mass for every practical purpose, and logits / temperature overflow.
+# Below this temperature the target's law is a point mass for every practical purpose, and logits /
+# temperature overflow.
 MIN_TEMPERATURE = 1e-5
 
 
@@ -33,18 +34,20 @@ class TreeConfig:
                 raise ValueError(f"{name} must be >= 1, got {value}")
         if self.num_draft_tokens > self.num_candidates:
             raise ValueError(
-                f"depth {self.depth} with top_k {self.top_k} drafts {self.num_candidates} candidates, fewer than "
-                f"num_draft_tokens {self.num_draft_tokens}; use at most {self.num_candidates} or a larger depth or top_k"
+                f"depth {self.depth} with top_k {self.top_k} drafts {self.num_candidates} "
+                f"candidates, fewer than "
+                f"num_draft_tokens {self.num_draft_tokens}; use at most {self.num_candidates} or a "
+                f"larger depth or top_k"
             )
 
     @property
     def num_candidates(self) -> int:
-        """Nodes drafted before reranking: top_k in the first level, top_k squared in each further one."""
+        """Nodes drafted before reranking: top_k in level 1, top_k squared in each further one."""
         return self.top_k + (self.depth - 1) * self.top_k**2
 
     @classmethod
     def default(cls, device_type: str) -> TreeConfig:
-        """The tree for a device type: small where a pass over many nodes is dear, EAGLE-2's own size elsewhere."""
+        """EAGLE-2's own size, or a small tree on a CPU, where every node of a pass is dear."""
         return cls(16, 4, 4) if device_type == "cpu" else cls(59, 6, 10)
 
     @classmethod
@@ -87,7 +90,8 @@ class SamplingConfig:
         temperature: >= 0; 0 (and anything below 1e-5) takes the most probable token.
         top_k: keep the k most probable tokens, ties with the k-th included; 0 keeps all.
         top_p: keep the smallest set of tokens whose mass reaches top_p; in (0, 1], 1 keeps all.
-        min_p: keep tokens with at least min_p times the highest probability; in [0, 1], 0 keeps all.
+        min_p: keep tokens with at least min_p times the highest probability; in [0, 1], 0 keeps
+            all.
     """
 
     temperature: float = 0.0
@@ -103,7 +107,9 @@ class SamplingConfig:
         if isinstance(self.top_k, bool) or not isinstance(self.top_k, int):
             raise TypeError(f"top_k must be a whole number, got {self.top_k!r}")
         if not (math.isfinite(self.temperature) and self.temperature >= 0.0):
-            raise ValueError(f"temperature must be finite and >= 0, got {self.temperature}; 0 is greedy")
+            raise ValueError(
+                f"temperature must be finite and >= 0, got {self.temperature}; 0 is greedy"
+            )
         if self.top_k < 0:
             raise ValueError(f"top_k must be >= 0, got {self.top_k}; 0 turns it off")
         if not 0.0 < self.top_p <= 1.0:
@@ -123,7 +129,9 @@ class SamplingConfig:
         group.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
         group.add_argument("--top-p", type=float, default=1.0, help="nucleus mass in (0, 1]")
         group.add_argument("--top-k", type=int, default=0, help="tokens kept, 0 for all")
-        group.add_argument("--min-p", type=float, default=0.0, help="share of the best token's probability")
+        group.add_argument(
+            "--min-p", type=float, default=0.0, help="share of the best token's probability"
+        )
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> SamplingConfig:

@@ -1,4 +1,4 @@
-"""Speculative decoding: `stream` is the loop, `generate` collects it, `plain` is the same without a tree."""
+"""Speculative decoding: `stream` is the loop, `generate` collects it, `plain` has no tree."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from eagle_fsd.device import resolve_device, synchronize
 from eagle_fsd.drafter import Draft, Drafter, HeadDrafter
 from eagle_fsd.sampling import SeededNoise
 from eagle_fsd.stats import GenerationStats, StepStats
-from eagle_fsd.target import TargetModel
+from eagle_fsd.target import Target, TargetModel
 from eagle_fsd.verify import EmittedToken, Origin, Verdict, Verifier
 from tree import DraftTree
 
@@ -43,15 +43,18 @@ class GenerateOptions(TypedDict, total=False):
     """Options of `stream`, `generate` and `plain`; all are optional.
 
     Attributes:
-        rule: an AcceptanceRule, or its name or written form ("fuzzy", "fuzzy:0.3:js"); default "exact".
-        threshold, divergence, on, budget, ...: the rule's own knobs, when it is given by name.
-        temperature, top_p, top_k, min_p: see SamplingConfig.
+        rule: an AcceptanceRule, or its name or written form ("fuzzy", "fuzzy:0.3:js"); default
+        "exact". threshold, divergence, on, budget, ...: the rule's own knobs, when it is given by
+        name. temperature, top_p, top_k, min_p: see SamplingConfig.
         max_new_tokens: >= 1, default 256.
-        stop: one stop string or several; the text ends before it, the ids with the token that completed it.
-        stop_ids: further token ids that end the request, beside those of the generation config and the tokenizer.
+        stop: one stop string or several; the text ends before it, the ids with the token that
+            completed it.
+        stop_ids: further token ids that end the request, beside those of the generation config and
+            the tokenizer.
         seed: of all randomness; None draws one, which the statistics report. Default 0.
         tree: a TreeConfig for this request, or "N,DEPTH,K" or "auto".
-        profile: wait for the device after each phase, so that `phases_s` is right on a GPU (slower).
+        profile: wait for the device after each phase, so that `phases_s` is right on a GPU
+            (slower).
     """
 
     rule: str | AcceptanceRule
@@ -97,7 +100,8 @@ class GenerationResult:
     Attributes:
         text: the answer without special tokens, cut before a stop string.
         token_ids: the answer's ids; a stop token is the last of them.
-        finish_reason: "stop" (token or string), "length" (max_new_tokens), or "context" (the model's longest sequence).
+        finish_reason: "stop" (token or string), "length" (max_new_tokens), or "context" (the
+            model's longest sequence).
         stats: counts, times and the ledger.
     """
 
@@ -153,7 +157,7 @@ class SpeculativeDecoder:
 
     def __init__(
         self,
-        target: TargetModel,
+        target: Target,
         drafter: Drafter | None = None,
         tokenizer: Any | None = None,
         tree: TreeConfig | None = None,
@@ -186,14 +190,19 @@ class SpeculativeDecoder:
             dtype: "auto" (the checkpoint's), "float32", "bfloat16", "float16" or a torch dtype.
             device: "auto", "cpu", "cuda", "cuda:N" or "mps"; leave it at "auto" with `device_map`.
             tree: TreeConfig, "N,DEPTH,K" or "auto".
-            **options: revision, token, device_map, quantization_config, attn_implementation, ... for transformers.
+            **options: revision, token, device_map, quantization_config, attn_implementation, ...
+                for transformers.
 
         Raises:
-            ValueError, TypeError, FileNotFoundError, RuntimeError: one sentence about what does not fit.
+            ValueError, TypeError, FileNotFoundError, RuntimeError: one sentence about what does not
+                fit.
         """
         if isinstance(target, PreTrainedModel):
             if options or dtype != "auto" or device != "auto":
-                raise ValueError("dtype, device and loading options do not apply to a loaded model; convert or move it first")
+                raise ValueError(
+                    "dtype, device and loading options do not apply to a loaded model; convert or "
+                    "move it first"
+                )
             model = target
         else:
             model, loaded_tokenizer = _load(target, dtype, device, options)
@@ -201,13 +210,21 @@ class SpeculativeDecoder:
         target_model = TargetModel(model)
         drafter: Drafter | None = None
         if draft_head is not None:
-            access = {key: options[key] for key in ("revision", "token") if key in options and key == "token"}
+            access = {
+                key: options[key]
+                for key in ("revision", "token")
+                if key in options and key == "token"
+            }
             head = load_head(draft_head, **access)
             check_fit(head.config, model.config, target_model.vocabulary_size)
-            drafter = HeadDrafter(head.to(target_model.output_device, target_model.dtype), target_model)
+            drafter = HeadDrafter(
+                head.to(target_model.output_device, target_model.dtype), target_model
+            )
         return cls(target_model, drafter, tokenizer, _tree_config(tree))
 
-    def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Generator[Step, None, None]:
+    def stream(
+        self, prompt: Prompt, **options: Unpack[GenerateOptions]
+    ) -> Generator[Step, None, None]:
         """Decodes step by step. Close the generator, or read it to its end, to free the decoder.
 
         Args:
@@ -215,10 +232,13 @@ class SpeculativeDecoder:
             **options: see GenerateOptions.
 
         Raises:
-            ValueError, TypeError: for options that are out of range, unknown or do not go together, before anything runs.
+            ValueError, TypeError: for options that are out of range, unknown or do not go together,
+                before anything runs.
         """
         if self.drafter is None:
-            raise ValueError("this decoder has no drafter; pass draft_head= to from_pretrained, or call plain()")
+            raise ValueError(
+                "this decoder has no drafter; pass draft_head= to from_pretrained, or call plain()"
+            )
         return self._run(self._prepare(prompt, dict(options), is_plain=False))
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> GenerationResult:
@@ -226,7 +246,7 @@ class SpeculativeDecoder:
         return _collect(self.stream(prompt, **options))
 
     def plain(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> GenerationResult:
-        """Plain decoding of the same request: the oracle for exact ids, and the denominator of a speed-up.
+        """Plain decoding of the same request: the oracle of exact ids, the base of a speed-up.
 
         Raises:
             ValueError: also for a relaxed rule, which has nothing to relax here.
@@ -237,36 +257,56 @@ class SpeculativeDecoder:
         """Checks everything about a request before anything runs."""
         rule = _pop_rule(options)
         if is_plain and not isinstance(rule, Exact):
-            raise ValueError(f"plain decoding has no tree to relax; leave out rule, got {rule.spec!r}")
+            raise ValueError(
+                f"plain decoding has no tree to relax; leave out rule, got {rule.spec!r}"
+            )
         if rule.needs_draft_probs and not (self.drafter and self.drafter.has_draft_probs):
-            raise ValueError(f"rule {rule.spec!r} compares with the draft's law and this drafter has none")
-        sampling = SamplingConfig(**{f.name: options.pop(f.name) for f in fields(SamplingConfig) if f.name in options})
-        max_new_tokens = _whole_number("max_new_tokens", options.pop("max_new_tokens", 256), minimum=1)
+            raise ValueError(
+                f"rule {rule.spec!r} compares with the draft's law and this drafter has none"
+            )
+        sampling = SamplingConfig(
+            **{f.name: options.pop(f.name) for f in fields(SamplingConfig) if f.name in options}
+        )
+        max_new_tokens = _whole_number(
+            "max_new_tokens", options.pop("max_new_tokens", 256), minimum=1
+        )
         seed = options.pop("seed", 0)
         seed = secrets.randbits(63) if seed is None else _whole_number("seed", seed)
         tree = _tree_config(options.pop("tree", None)) or self.tree
         stop_strings, stop_ids = self._stops(options.pop("stop", None), options.pop("stop_ids", ()))
         profile = bool(options.pop("profile", False))
         if options:
-            raise TypeError(f"unsupported options {sorted(options)}; supported are {sorted(GenerateOptions.__annotations__)}")
+            raise TypeError(
+                f"unsupported options {sorted(options)}; supported are "
+                f"{sorted(GenerateOptions.__annotations__)}"
+            )
         input_ids = encode_prompt(prompt, self.tokenizer, self.target.vocabulary_size)
         limit = self.target.max_positions
         if input_ids.numel() >= limit:
             raise ValueError(
-                f"the prompt has {input_ids.numel()} tokens and the target's context is {limit}, which leaves no room for "
+                f"the prompt has {input_ids.numel()} tokens and the target's context is {limit}, "
+                f"which leaves no room for "
                 "an answer; shorten the prompt"
             )
         noise = SeededNoise(seed, self.target.vocabulary_size, self.target.output_device)
         verifier = Verifier(rule, sampling, noise, stop_ids)
         return _Request(
-            input_ids, verifier, None if is_plain else tree, max_new_tokens, stop_strings, seed, profile
+            input_ids,
+            verifier,
+            None if is_plain else tree,
+            max_new_tokens,
+            stop_strings,
+            seed,
+            profile,
         )
 
     def _stops(self, stop: Any, user_ids: Any) -> tuple[tuple[str, ...], frozenset[int]]:
-        """Stop strings, and the stop ids of the generation config, the tokenizer and the user in one set."""
+        """Stop strings, and all stop ids: generation config, tokenizer and user."""
         strings = check_stops(stop)
         if strings and self.tokenizer is None:
-            raise ValueError("stop strings need a tokenizer and this target came without one; use stop_ids")
+            raise ValueError(
+                "stop strings need a tokenizer and this target came without one; use stop_ids"
+            )
         extra: list[int] = [_whole_number("stop_ids", token, minimum=0) for token in user_ids]
         shown: list[str] = []
         for string in strings:
@@ -275,19 +315,21 @@ class SpeculativeDecoder:
                 shown.append(string)
             else:
                 extra.append(token_id)
-        config = getattr(self.target.model, "generation_config", None)
-        ids = merge_stop_ids(
-            getattr(config, "eos_token_id", None), getattr(self.tokenizer, "eos_token_id", None), extra
-        )
+        eos = getattr(self.tokenizer, "eos_token_id", None)
+        ids = merge_stop_ids(self.target.stop_ids, eos, extra)
         return tuple(shown), ids
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
         """One request at a time."""
         me = threading.get_ident()
-        # In the main thread nobody else would ever finish a generator that was left open there: waiting is a hang.
+        # In the main thread nobody else would ever finish a generator that was left open there:
+        # waiting is a hang.
         if self._owner == me and threading.current_thread() is threading.main_thread():
-            raise RuntimeError("another stream of this decoder is still open in this thread; read it to its end or close() it")
+            raise RuntimeError(
+                "another stream of this decoder is still open in this thread; read it to its end "
+                "or close() it"
+            )
         with self._lock:
             self._owner = me
             try:
@@ -340,9 +382,16 @@ class _Session:
 
     def _prefill(self) -> int:
         request = self._request
-        capacity = self._num_prompt + request.max_new_tokens + (self._tree.num_draft_tokens + 1 if self._tree else 1)
+        capacity = (
+            self._num_prompt
+            + request.max_new_tokens
+            + (self._tree.num_draft_tokens + 1 if self._tree else 1)
+        )
         # A generous budget must not reserve more than the model can ever use.
-        capacity = min(capacity, self._target.max_positions + (self._tree.num_draft_tokens if self._tree else 0))
+        capacity = min(
+            capacity,
+            self._target.max_positions + (self._tree.num_draft_tokens if self._tree else 0),
+        )
         self._target.start(capacity)
         input_ids = request.input_ids.to(self._target.output_device)
         output = self._target.prefill(input_ids)
@@ -358,7 +407,9 @@ class _Session:
         clock.stop("draft")
         output = self._target.score(draft.tree)
         clock.stop("target")
-        verdict = self._request.verifier.verify(draft, output.logits, self._emitter.num_tokens, self._spent)
+        verdict = self._request.verifier.verify(
+            draft, output.logits, self._emitter.num_tokens, self._spent
+        )
         clock.stop("verify")
         path = verdict.path
         rows = [0, *path]
@@ -420,7 +471,7 @@ class _Session:
 
 
 class _Emitter:
-    """Every committed token passes here, in order: the one place where ids, text and counts are cut."""
+    """Every token passes here, in order: the one place where ids, text and counts are cut."""
 
     def __init__(self, request: _Request, tokenizer: Any | None, max_positions: int) -> None:
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
@@ -462,7 +513,7 @@ class _Emitter:
         return self._stop_strings.add(self._detokenizer.add(token_id))
 
     def _flush(self) -> str:
-        """What was held back at the end; a stop string can still be completed by the last characters."""
+        """What was held back at the end; it can still complete a stop string."""
         if self._detokenizer is None:
             return ""
         text, has_stopped = self._stop_strings.add(self._detokenizer.flush())
@@ -496,7 +547,9 @@ class _PhaseClock:
         return time.perf_counter()
 
 
-def _step_stats(draft: Draft, verdict: Verdict, emitted: list[Token], phases_s: dict[str, float]) -> StepStats:
+def _step_stats(
+    draft: Draft, verdict: Verdict, emitted: list[Token], phases_s: dict[str, float]
+) -> StepStats:
     num_accepted = min(len(verdict.path), len(emitted))
     last = emitted[-1].origin
     return StepStats(
@@ -542,7 +595,10 @@ def _whole_number(name: str, value: Any, minimum: float = -math.inf) -> int:
 
 
 def _load(
-    target: str | Path, dtype: str | torch.dtype, device: str | torch.device, options: dict[str, Any]
+    target: str | Path,
+    dtype: str | torch.dtype,
+    device: str | torch.device,
+    options: dict[str, Any],
 ) -> tuple[PreTrainedModel, Any]:
     """Loads a target where and as it was asked for."""
     if isinstance(dtype, str) and dtype != "auto":
@@ -552,7 +608,10 @@ def _load(
         dtype = resolved
     if options.get("device_map") is not None:
         if device != "auto":
-            raise ValueError(f"device {str(device)!r} and device_map {options['device_map']!r} exclude each other")
+            raise ValueError(
+                f"device {str(device)!r} and device_map {options['device_map']!r} exclude each "
+                f"other"
+            )
         return load_target(target, dtype=dtype, **options)
     where = resolve_device(device)
     model, tokenizer = load_target(target, dtype=dtype, **options)

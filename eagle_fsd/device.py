@@ -19,10 +19,14 @@ def resolve_device(device: str | torch.device = "auto") -> torch.device:
     try:
         resolved = torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise ValueError(f"unknown device {device!r}; use auto, cpu, cuda, cuda:N or mps") from error
+        raise ValueError(
+            f"unknown device {device!r}; use auto, cpu, cuda, cuda:N or mps"
+        ) from error
     if resolved.type == "cuda" and (resolved.index or 0) >= torch.cuda.device_count():
         count = torch.cuda.device_count()
-        raise RuntimeError(f"device {str(device)!r} requested but torch sees {count} CUDA devices; use cpu or auto")
+        raise RuntimeError(
+            f"device {str(device)!r} requested but torch sees {count} CUDA devices; use cpu or auto"
+        )
     if resolved.type == "mps" and not torch.backends.mps.is_available():
         raise RuntimeError("device 'mps' requested but torch sees none; use cpu or auto")
     if resolved.type not in ("cpu", "cuda", "mps"):
@@ -31,7 +35,7 @@ def resolve_device(device: str | torch.device = "auto") -> torch.device:
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until the device has done what was asked of it, so that a clock read means something."""
+    """Waits until the device is done, so that a clock read means something."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type == "mps":
@@ -44,7 +48,7 @@ def supports_float64(device: torch.device) -> bool:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory allocated so far: of the accelerator, or the resident set of the process on a CPU."""
+    """The most memory held so far: on the accelerator, or by the process on a CPU."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     import resource

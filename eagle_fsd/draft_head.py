@@ -1,4 +1,4 @@
-"""EAGLE's draft head: one decoder layer that extrapolates the target's features (Li et al. 2024, arXiv:2401.15077)."""
+"""EAGLE's draft head: one decoder layer that extrapolates features (arXiv:2401.15077)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ class DraftHeadConfig:
         vocab_size: V, the target's.
         max_position_embeddings: longest sequence that the head drafts for.
         rms_norm_eps: epsilon of its one norm.
-        rope_parameters: RoPE kind and numbers as transformers 5 writes them, at least rope_type and rope_theta.
+        rope_parameters: RoPE kind and numbers as transformers 5 writes them, at least rope_type and
+            rope_theta.
         hidden_act: activation of the MLP, a transformers name.
         bias: whether `fc` has a bias (EAGLE's default; other engines have none).
         qkv_bias: whether q, k and v have biases, as in heads for Qwen2.
@@ -61,14 +62,20 @@ class DraftHeadConfig:
         ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} of a draft head must be a whole number >= 1, got {value!r}")
+                raise ValueError(
+                    f"{name} of a draft head must be a whole number >= 1, got {value!r}"
+                )
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
-                f"num_key_value_heads must divide num_attention_heads, got {self.num_key_value_heads} and "
+                f"num_key_value_heads must divide num_attention_heads, got "
+                f"{self.num_key_value_heads} and "
                 f"{self.num_attention_heads}"
             )
         if self.hidden_act not in ACT2FN:
-            raise ValueError(f"unknown hidden_act {self.hidden_act!r} of a draft head; use a transformers activation name")
+            raise ValueError(
+                f"unknown hidden_act {self.hidden_act!r} of a draft head; use a transformers "
+                f"activation name"
+            )
 
     @classmethod
     def for_target(cls, config: Any, **changes: Any) -> DraftHeadConfig:
@@ -110,8 +117,8 @@ class DraftHeadConfig:
 class DraftHead(nn.Module):
     """Predicts the next feature from (embedding of token t+1, feature t).
 
-    Layer 0 has no input norm and there is no final norm; the target's `lm_head` turns a predicted feature into the draft's
-    law. Parameter names are EAGLE's.
+    Layer 0 has no input norm and there is no final norm; the target's `lm_head` turns a predicted
+    feature into the draft's law. Parameter names are EAGLE's.
 
     Source: arXiv:2401.15077, section 4.1.
     """
@@ -139,8 +146,9 @@ class DraftHead(nn.Module):
             embeddings: [B, T, H] of tokens t+1.
             features: [B, T, H] features t, of the same dtype.
             position_ids: [B, T] int64, t.
-            mask: [T, M] or broadcastable to [B, heads, T, M], bool (True is visible) or additive; M counts the cache's rows
-                and then the T new ones. None is causal when the cache is empty.
+            mask: [T, M] or broadcastable to [B, heads, T, M], bool (True is visible) or additive; M
+                counts the cache's rows and then the T new ones. None is causal when the cache is
+                empty.
             cache: rows seen before; the new rows are appended. Needs B = 1.
 
         Returns:
@@ -162,7 +170,12 @@ class _DecoderLayer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(
-        self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: PreallocatedLayer | None
+        self,
+        hidden: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor | None,
+        cache: PreallocatedLayer | None,
     ) -> Tensor:
         hidden = hidden + self.self_attn(hidden, cos, sin, mask, cache)
         output: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
@@ -178,7 +191,9 @@ class _Mlp(nn.Module):
         self.activation = ACT2FN[config.hidden_act]
 
     def forward(self, hidden: Tensor) -> Tensor:
-        output: Tensor = self.down_proj(self.activation(self.gate_proj(hidden)) * self.up_proj(hidden))
+        output: Tensor = self.down_proj(
+            self.activation(self.gate_proj(hidden)) * self.up_proj(hidden)
+        )
         return output
 
 
@@ -195,7 +210,12 @@ class _Attention(nn.Module):
         self.o_proj = nn.Linear(query_size, config.hidden_size, bias=False)
 
     def forward(
-        self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: PreallocatedLayer | None
+        self,
+        hidden: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor | None,
+        cache: PreallocatedLayer | None,
     ) -> Tensor:
         batch, length, _ = hidden.shape
         queries, keys, values = (
@@ -219,7 +239,7 @@ class _Attention(nn.Module):
 
 
 def _rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE on [B, heads, T, head_dim] with [B, T, head_dim] angles; the two halves of a head are a pair."""
+    """RoPE on [B, heads, T, head_dim] with [B, T, head_dim] angles, by halves of a head."""
     first, second = states.chunk(2, dim=-1)
     turned = torch.cat([-second, first], dim=-1)
     return states * cos[:, None] + turned * sin[:, None]

@@ -21,8 +21,8 @@ class Draft:
 
     Attributes:
         tree: N nodes.
-        log_probs: [I, V] float32 log q at temperature 1 of the nodes that were expanded, or None when the drafter has no
-            law (retrieved text, stubs).
+        log_probs: [I, V] float32 log q at temperature 1 of the nodes that were expanded, or None
+            when the drafter has no law (retrieved text, stubs).
         law_rows: [N] int64 row of `log_probs` for each node's children, -1 where there is none.
     """
 
@@ -34,19 +34,26 @@ class Draft:
 class Drafter(Protocol):
     """Proposes a tree below the last committed token.
 
-    One request is `start`, then `commit` of the prompt, then `propose` and `commit` in turn. A drafter keeps nothing from
-    one request to the next.
+    One request is `start`, then `commit` of the prompt, then `propose` and `commit` in turn. A
+    drafter keeps nothing from one request to the next.
     """
 
-    has_draft_probs: bool
-    max_positions: int | None
+    @property
+    def has_draft_probs(self) -> bool:
+        """Whether its drafts carry the laws that they were drawn from."""
+        ...
+
+    @property
+    def max_positions(self) -> int | None:
+        """The longest sequence that it drafts for; None for any."""
+        ...
 
     def start(self, capacity: int) -> None:
         """Forgets the last request and makes room for sequences of `capacity` tokens."""
         ...
 
     def commit(self, token_ids: Tensor, features: Tensor) -> None:
-        """Takes in committed tokens, [M] int64, and the target's true features at their positions, [M, H]."""
+        """Takes in committed tokens [M] int64 and the target's true features there [M, H]."""
         ...
 
     def propose(self, root_token_id: int, config: TreeConfig) -> Draft:
@@ -57,8 +64,9 @@ class Drafter(Protocol):
 class HeadDrafter:
     """Grows EAGLE-2's tree with a draft head.
 
-    Row t of the head's cache takes (embedding of token t+1, feature t) at RoPE position t. Rows of committed tokens always
-    come from true features; rows of drafted nodes are dropped when the tree is done.
+    Row t of the head's cache takes (embedding of token t+1, feature t) at RoPE position t. Rows of
+    committed tokens always come from true features; rows of drafted nodes are dropped when the tree
+    is done.
 
     Args:
         head: on the target's output device, in any dtype.
@@ -71,7 +79,7 @@ class HeadDrafter:
 
     def __init__(self, head: DraftHead, target: TargetModel) -> None:
         self.head = head
-        self.max_positions = head.config.max_position_embeddings
+        self.max_positions: int | None = head.config.max_position_embeddings
         self._target = target
         self._cache = PreallocatedLayer(capacity=0)
         self._pending: list[tuple[Tensor, Tensor]] = []
@@ -91,7 +99,9 @@ class HeadDrafter:
 
     @torch.inference_mode()
     def propose(self, root_token_id: int, config: TreeConfig) -> Draft:
-        features = self._extend(root_token_id)[-1:]  # [1, H], what the root's children are drafted from
+        features = self._extend(root_token_id)[
+            -1:
+        ]  # [1, H], what the root's children are drafted from
         num_committed = self._cache.num_rows
         growth = Growth(root_token_id, config.top_k, features.device)
         laws = [self._law(features)]
@@ -99,7 +109,9 @@ class HeadDrafter:
         lineage = _eye(frontier.token_ids)  # [K, rows drafted so far]: itself and its ancestors
         for level in range(1, config.depth):
             if level > 1:
-                lineage = torch.cat([lineage[frontier.parent_slots], _eye(frontier.token_ids)], dim=1)
+                lineage = torch.cat(
+                    [lineage[frontier.parent_slots], _eye(frontier.token_ids)], dim=1
+                )
             prefix = lineage.new_ones((lineage.shape[0], num_committed))
             features = self._predict(
                 frontier.token_ids,
@@ -122,11 +134,15 @@ class HeadDrafter:
         start, length = self._cache.num_rows, following.numel()
         mask = None
         if start > 0:
-            mask = torch.ones((length, start + length), dtype=torch.bool, device=features.device).tril(start)
+            mask = torch.ones(
+                (length, start + length), dtype=torch.bool, device=features.device
+            ).tril(start)
         positions = torch.arange(start, start + length, device=features.device)
         return self._predict(following, features, positions, mask)
 
-    def _predict(self, token_ids: Tensor, features: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
+    def _predict(
+        self, token_ids: Tensor, features: Tensor, positions: Tensor, mask: Tensor | None
+    ) -> Tensor:
         """[T] tokens t+1 and [T, H] features t -> [T, H] predicted features t+1."""
         dtype = self.head.fc.weight.dtype
         embed = self.head.embed_tokens if self.head.config.own_embeddings else self._target.embed
@@ -142,7 +158,7 @@ class HeadDrafter:
 
 
 def _children(log_probs: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """[M, V] -> the `top_k` most probable tokens of each row, ids and log-probabilities [M, K], best first."""
+    """[M, V] -> ids and log-probabilities [M, K] of each row's best tokens, best first."""
     best = log_probs.topk(min(top_k, log_probs.shape[-1]), dim=-1)
     return best.indices, best.values
 

@@ -2,7 +2,7 @@
 
 
 class UnsupportedModelError(ValueError):
-    """The target's architecture, attention or cache is not one that tree decoding is proven right for."""
+    """The target is of a kind that tree decoding is not proven right for."""
 
 
 class NonFiniteLogitsError(RuntimeError):

@@ -16,11 +16,12 @@ from eagle_fsd.device import supports_float64
 def law_log_probs(logits: Tensor, config: SamplingConfig) -> Tensor:
     """The log-law that tokens are drawn from, after temperature, top-k, top-p and min-p.
 
-    At temperature 0 this is the temperature-1 law after the same cuts: what relaxed rules weigh tokens by while the draw
-    itself is the argmax.
+    At temperature 0 this is the temperature-1 law after the same cuts: what relaxed rules weigh
+    tokens by while the draw itself is the argmax.
 
     Args:
-        logits: [..., V] any float dtype; -inf is allowed, rows with NaN, +inf or nothing finite give NaN.
+        logits: [..., V] any float dtype; -inf is allowed, rows with NaN, +inf or nothing finite
+            give NaN.
         config: the warpers.
 
     Returns:
@@ -38,7 +39,9 @@ def law_log_probs(logits: Tensor, config: SamplingConfig) -> Tensor:
         mass = ordered.softmax(dim=-1)
         # A token stays while the mass before it is short of top_p: the best one always does.
         dropped = (mass.cumsum(dim=-1) - mass) >= config.top_p
-        scores = scores.masked_fill(torch.zeros_like(dropped).scatter(-1, order, dropped), -torch.inf)
+        scores = scores.masked_fill(
+            torch.zeros_like(dropped).scatter(-1, order, dropped), -torch.inf
+        )
     log_probs = scores.log_softmax(dim=-1)
     if config.min_p > 0.0:
         floor = log_probs.amax(dim=-1, keepdim=True) + float(np.log(config.min_p))
@@ -64,16 +67,19 @@ class Noise(Protocol):
 
 
 class SeededNoise:
-    """Noise that depends on (seed, index) and nothing else, so the same seed gives the same noise on every device.
+    """Noise that depends on the seed and the token's number alone, the same on every device.
 
-    Philox is counter-based: each (stream, index) owns its own block of the counter, so that no value is used twice.
+    Philox is counter-based: each (stream, index) owns its own block of the counter, so that no
+    value is used twice.
     """
 
     def __init__(self, seed: int, vocabulary_size: int, device: torch.device | str = "cpu") -> None:
         digest = hashlib.blake2b(str(seed).encode(), digest_size=16).digest()
         self._key = np.frombuffer(digest, dtype=np.uint64)
         self._size = vocabulary_size
-        self._device = torch.device(device) if supports_float64(torch.device(device)) else torch.device("cpu")
+        self._device = (
+            torch.device(device) if supports_float64(torch.device(device)) else torch.device("cpu")
+        )
 
     def draw(self, index: int) -> Tensor:
         return self._exponentials(self._generator(index, stream=0))

@@ -47,7 +47,8 @@ class GenerationStats:
         kl_spent: nats of KL from the target's law so far (sampling with a relaxed rule), else None.
         regret_spent: nats of regret along the text (temperature 0 with a relaxed rule), else None.
         prefill_s: seconds for the prompt.
-        wall_s: seconds of work, prompt included; time that the reader of a stream takes is not counted.
+        wall_s: seconds of work, prompt included; time that the reader of a stream takes is not
+            counted.
         phases_s: seconds by phase over all cycles.
     """
 
@@ -84,14 +85,16 @@ class GenerationStats:
 
     @property
     def acceptance_length(self) -> float | None:
-        """Tokens a cycle, recovered or bonus token included: (new tokens - 1) / cycles; None with no cycle."""
+        """(New tokens - 1) / cycles; 1.0 with nothing accepted, None with no cycle."""
         return (self.num_tokens - 1) / self.num_cycles if self.num_cycles else None
 
     @property
     def acceptance_by_depth(self) -> list[float]:
         """At each depth, accepted or rescued / tried, among the cycles that got that far."""
         return [
-            accepted / tried for accepted, tried in zip(self.accepted_by_depth, self.tried_by_depth, strict=True) if tried
+            accepted / tried
+            for accepted, tried in zip(self.accepted_by_depth, self.tried_by_depth, strict=True)
+            if tried
         ]
 
     @property

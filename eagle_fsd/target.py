@@ -1,23 +1,25 @@
-"""The target model: the only file that calls a Hugging Face forward, builds its masks and fills its cache."""
+"""The target model: the only file that calls a Hugging Face forward, with its masks and cache."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from eagle_fsd.cache import PreallocatedCache
+from eagle_fsd.chat import merge_stop_ids
 from eagle_fsd.errors import UnsupportedModelError
 from tree import DraftTree, additive_mask, ancestor_mask, sliding_additive_mask, tree_position_ids
 
 MaskKind = Literal["tensor", "dict"]
 
-# How each family's forward takes a ready 4-D mask: one tensor for all layers (windowed where the config has a window), or a
-# dict by layer type. Every entry is proven by the parity harness in tests/eagle_fsd/test_parity.py.
+# How each family's forward takes a ready 4-D mask: one tensor for all layers (windowed where the
+# config has a window), or a dict by layer type. Every entry is proven by the parity harness in
+# tests/eagle_fsd/test_parity.py.
 FAMILIES: dict[str, MaskKind] = {
     "llama": "tensor",
     "mistral": "tensor",
@@ -28,7 +30,8 @@ FAMILIES: dict[str, MaskKind] = {
 }
 ATTENTION_IMPLEMENTATIONS = ("eager", "sdpa")
 LAYER_TYPES = ("full_attention", "sliding_attention")
-# RoPE kinds whose angles of *all* positions change once the original length is passed: cached keys would be wrong.
+# RoPE kinds whose angles of *all* positions change once the original length is passed: cached keys
+# would be wrong.
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
@@ -37,13 +40,32 @@ class TargetOutput:
     """What one pass gives.
 
     Attributes:
-        logits: [N, V] as the model's own forward gives them (after soft caps and scales), in the model's dtype.
-        features: [N, H] what `lm_head` read, in the model's dtype. After `prefill` there is one row a prompt token, while
-            `logits` has the last one only.
+        logits: [N, V] as the model's own forward gives them (after soft caps and scales), in the
+            model's dtype.
+        features: [N, H] what `lm_head` read, in the model's dtype. After `prefill` there is one row
+            a prompt token, while `logits` has the last one only.
     """
 
     logits: Tensor
     features: Tensor
+
+
+class Target(Protocol):
+    """What the decoder asks of a target; `TargetModel` is the one for transformers models."""
+
+    @property
+    def vocabulary_size(self) -> int: ...
+    @property
+    def max_positions(self) -> int: ...
+    @property
+    def output_device(self) -> torch.device: ...
+    @property
+    def stop_ids(self) -> frozenset[int]: ...
+
+    def start(self, capacity: int) -> None: ...
+    def prefill(self, input_ids: Tensor) -> TargetOutput: ...
+    def score(self, tree: DraftTree) -> TargetOutput: ...
+    def commit(self, path: list[int]) -> None: ...
 
 
 class TargetModel:
@@ -51,7 +73,8 @@ class TargetModel:
 
     Args:
         model: a loaded transformers causal LM; it is not changed.
-        prefill_chunk: prompt tokens a pass at most, so that a long prompt needs no long score matrix.
+        prefill_chunk: prompt tokens a pass at most, so that a long prompt needs no long score
+            matrix.
 
     Raises:
         UnsupportedModelError: when the model is of a kind that is not proven to be decoded right.
@@ -72,7 +95,7 @@ class TargetModel:
     @property
     def vocabulary_size(self) -> int:
         """V: rows of the logits, which can be more than the tokenizer's tokens."""
-        return int(self._vocabulary_size)
+        return self._vocabulary_size
 
     @property
     def hidden_size(self) -> int:
@@ -109,6 +132,12 @@ class TargetModel:
         return limit
 
     @property
+    def stop_ids(self) -> frozenset[int]:
+        """End-of-sequence ids of the generation config, which may name several."""
+        config = getattr(self.model, "generation_config", None)
+        return merge_stop_ids(getattr(config, "eos_token_id", None))
+
+    @property
     def num_rows(self) -> int:
         """Rows in the cache."""
         return self._cache.num_rows
@@ -134,13 +163,18 @@ class TargetModel:
         Returns:
             logits [1, V] of the last position, features [P, H].
         """
-        features = [self._forward(chunk, None, None) for chunk in input_ids.split(self._prefill_chunk)]
+        features = [
+            self._forward(chunk, None, None)
+            for chunk in torch.split(input_ids, self._prefill_chunk)
+        ]
         return TargetOutput(self.logits(features[-1][-1:]), torch.cat(features))
 
     @torch.inference_mode()
     def score(self, tree: DraftTree) -> TargetOutput:
-        """One pass over all nodes of a tree behind the rows that are there; appends one row a node."""
-        if tree.num_nodes == 1:  # the model's own one-token step, so that plain decoding is nothing else
+        """One pass over all nodes behind the rows that are there; appends one row a node."""
+        if (
+            tree.num_nodes == 1
+        ):  # the model's own one-token step, so that plain decoding is nothing else
             features = self._forward(tree.token_ids, None, None)
         else:
             positions = tree_position_ids(tree.depths, self.num_rows)
@@ -149,9 +183,10 @@ class TargetModel:
 
     @torch.inference_mode()
     def commit(self, path: list[int]) -> None:
-        """Keeps the rows of `path` (tree rows, ascending, the root's 0 included) of the tree scored last.
+        """Keeps the prefix and some nodes of the tree scored last; drops its other rows.
 
-        The prefix stays; all other rows of the tree are dropped.
+        Args:
+            path: tree rows to keep, ascending, the root's 0 included.
         """
         num_prefix = self._scored_from
         self._cache.commit(num_prefix, path)
@@ -162,7 +197,7 @@ class TargetModel:
         return self._cap_or_scale(logits)
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """The embeddings that the model itself reads: [...] int64 -> [..., H], on the output device."""
+        """The model's own embeddings, on the output device: [...] int64 -> [..., H]."""
         embedded: Tensor = self.model.get_input_embeddings()(token_ids.to(self.device))
         return embedded.to(self.output_device)
 
@@ -198,7 +233,8 @@ class TargetModel:
             return sliding_additive_mask(ancestors, depths, self.num_rows, window, self.dtype)
 
         if self._mask_kind == "tensor":
-            # Llama has no window whatever its config says; the other families apply theirs to every layer.
+            # Llama has no window whatever its config says; the other families apply theirs to every
+            # layer.
             return sliding() if window and self.config.model_type != "llama" else full()
         makers = {"full_attention": full, "sliding_attention": sliding}
         return {kind: makers[kind]() for kind in set(self.config.layer_types)}
@@ -210,8 +246,8 @@ class TargetModel:
         outputs = self.model(input_ids=token_ids, use_cache=False)
         features = self._backbone(input_ids=token_ids, use_cache=False).last_hidden_state
         logits = self._lm_head(features)
-        self._vocabulary_size = outputs.logits.shape[-1]
-        self._output_device = logits.device
+        self._vocabulary_size: int = outputs.logits.shape[-1]
+        self._output_device: torch.device = logits.device
         cap = getattr(self.config, "final_logit_softcapping", None)
         transforms: list[Callable[[Tensor], Tensor]] = [lambda x: x]
         if cap is not None:
@@ -221,7 +257,8 @@ class TargetModel:
             if torch.allclose(transform(logits), expected, rtol=1e-3, atol=1e-3, equal_nan=True):
                 return transform
         raise UnsupportedModelError(
-            f"{type(self.model).__name__} does more between lm_head and its logits than a soft cap; supported are models "
+            f"{type(self.model).__name__} does more between lm_head and its logits than a soft "
+            f"cap; supported are models "
             "whose logits are lm_head(final hidden state), soft-capped or not"
         )
 
@@ -229,7 +266,9 @@ class TargetModel:
 def _refuse_unsupported(model: PreTrainedModel) -> None:
     """One clear sentence for everything that is not proven right."""
     if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"target must be a loaded transformers causal LM, got {type(model).__name__}")
+        raise TypeError(
+            f"target must be a loaded transformers causal LM, got {type(model).__name__}"
+        )
     config: Any = model.config
     name = f"{type(model).__name__} ({config.model_type})"
     supported = f"supported families are {', '.join(sorted(FAMILIES))}"
@@ -237,18 +276,24 @@ def _refuse_unsupported(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(f"{name} is an encoder-decoder; {supported}")
     if config.model_type not in FAMILIES:
         raise UnsupportedModelError(
-            f"{name} is not a family that tree decoding is proven right for (state-space, linear-attention and other "
+            f"{name} is not a family that tree decoding is proven right for (state-space, "
+            f"linear-attention and other "
             f"caches cannot drop rejected tokens); {supported}"
         )
     if model.get_output_embeddings() is None:
         raise UnsupportedModelError(f"{name} has no lm_head; load it with AutoModelForCausalLM")
     if model.training:
-        raise ValueError(f"{name} is in training mode, where dropout changes its logits; call model.eval() first")
+        raise ValueError(
+            f"{name} is in training mode, where dropout changes its logits; call model.eval() first"
+        )
     implementation = config._attn_implementation
     if implementation not in ATTENTION_IMPLEMENTATIONS:
         raise UnsupportedModelError(
-            f"attention {implementation!r} takes no tree mask; load {name} with attn_implementation='sdpa' or 'eager'"
+            f"attention {implementation!r} takes no tree mask; load {name} with "
+            f"attn_implementation='sdpa' or 'eager'"
         )
     unknown = sorted(set(getattr(config, "layer_types", None) or []) - set(LAYER_TYPES))
     if unknown:
-        raise UnsupportedModelError(f"{name} has layers of type {unknown}; supported are {list(LAYER_TYPES)}")
+        raise UnsupportedModelError(
+            f"{name} has layers of type {unknown}; supported are {list(LAYER_TYPES)}"
+        )

@@ -1,4 +1,4 @@
-"""Following a draft tree with an acceptance rule: the exact step first, then, where the rule allows, a rescue."""
+"""Following a draft tree with a rule: the exact step first, then, where allowed, a rescue."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ class EmittedToken:
 
     Attributes:
         id: the token.
-        origin: accepted (the exact draw was a child), rescued (the draw was not the child that the relaxed rule went on
-            with), recovered (the draw, and the cycle ended), bonus (the draw at a leaf).
-        cost: nats charged for the node that emitted it: KL of the emitted law from the target's when sampling, regret
-            log p(argmax) - log p(token) of a rescued token at temperature 0.
+        origin: accepted (the exact draw was a child), rescued (the draw was not the child that the
+            relaxed rule went on with), recovered (the draw, and the cycle ended), bonus (the draw
+            at a leaf).
+        cost: nats charged for the node that emitted it: KL of the emitted law from the target's
+            when sampling, regret log p(argmax) - log p(token) of a rescued token at temperature 0.
         exact_id: the token that the exact step drew there.
     """
 
@@ -50,7 +51,8 @@ class Verdict:
 
     Attributes:
         path: tree rows to commit below the root, ascending; one for each leading token of `tokens`.
-        tokens: at least one. The last one is the next root unless the path includes it (a stop ended the walk).
+        tokens: at least one. The last one is the next root unless the path includes it (a stop
+            ended the walk).
     """
 
     path: list[int]
@@ -104,7 +106,8 @@ class Verifier:
 def _require_finite(is_finite: bool) -> None:
     if not is_finite:
         raise NonFiniteLogitsError(
-            "the target's logits hold NaN or +inf, or nothing finite, where the next token is drawn; float16 overflows on "
+            "the target's logits hold NaN or +inf, or nothing finite, where the next token is "
+            "drawn; float16 overflows on "
             "some models: try dtype bfloat16 or float32"
         )
 
@@ -112,7 +115,9 @@ def _require_finite(is_finite: bool) -> None:
 class _Walk:
     """The state of one walk."""
 
-    def __init__(self, verifier: Verifier, draft: Draft, logits: Tensor, index: int, spent: float) -> None:
+    def __init__(
+        self, verifier: Verifier, draft: Draft, logits: Tensor, index: int, spent: float
+    ) -> None:
         self._verifier = verifier
         self._draft = draft
         self._logits = logits
@@ -124,7 +129,9 @@ class _Walk:
             if parent >= 0:
                 self._children[parent][self._token_ids[row]] = row
         self._is_finite: list[bool] = finite_rows(logits).tolist()
-        self._argmax: list[int] = logits.argmax(dim=-1).tolist() if verifier.sampling.is_greedy else []
+        self._argmax: list[int] = (
+            logits.argmax(dim=-1).tolist() if verifier.sampling.is_greedy else []
+        )
         self._path: list[int] = []
         self._tokens: list[EmittedToken] = []
 
@@ -133,7 +140,8 @@ class _Walk:
         row: int | None = 0
         while row is not None:
             if row > 0 and not self._is_finite[row]:
-                # Its token was drawn rightly; only what follows it is unknown. As the next root it is scored once more.
+                # Its token was drawn rightly; only what follows it is unknown. As the next root it
+                # is scored once more.
                 self._path.pop()
                 break
             row = self._visit(row)
@@ -142,7 +150,11 @@ class _Walk:
     def _visit(self, row: int) -> int | None:
         """Emits the token that follows `row`; returns the child that the walk goes on with."""
         index = self._index + len(self._tokens)
-        drawn = self._argmax[row] if self._argmax else self._verifier.draw_finite(self._logits[row], index)
+        drawn = (
+            self._argmax[row]
+            if self._argmax
+            else self._verifier.draw_finite(self._logits[row], index)
+        )
         children = self._children[row]
         if isinstance(self._verifier.rule, Exact) or not children:
             return self._emit_exact(row, drawn, 0.0)
@@ -239,7 +251,9 @@ class _Walk:
             target_probs=law_log_probs(logits, sampling).exp(),
             draft_log_probs=draft_log_probs,
             warped_draft_log_probs=(
-                None if draft_log_probs is None else lambda: law_log_probs(draft_log_probs, sampling)
+                None
+                if draft_log_probs is None
+                else lambda: law_log_probs(draft_log_probs, sampling)
             ),
             children=children,
             stops=self._stops(logits),

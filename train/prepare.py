@@ -359,24 +359,23 @@ def prepare(config: PrepareConfig, stages: Sequence[Stage] = ()) -> dict[str, An
         all_stages: list[Stage] = [partial(exclusion.drop, tally=tally), *stages]
         _write(config, all_stages, encoder, writers, tally)
         _check_supervised(writers, tally)
-    splits = {name: writer.summary() for name, writer in writers.items()}
-    meta = {
-        "format": FORMAT_NAME,
-        "version": FORMAT_VERSION,
-        "dtype": dtype.name,
-        "mask_route": encoder.route,
-        "tokenizer": {"name": config.tokenizer, **identity["tokenizer"]},
-        "split_seed": config.seed,
-        "total_tokens": sum(split["tokens"] for split in splits.values()),
-        "supervised_tokens": sum(split["supervised_tokens"] for split in splits.values()),
-        "splits": splits,
-        "counts": tally.as_dict(),
-        "args": asdict(config),
-        "identity": identity,
-        "seconds": round(time.perf_counter() - started, 1),
-    }
-    write_json(output / META_FILE, meta)
-    (output / UNFINISHED_FILE).unlink()
+        splits = {name: writer.summary() for name, writer in writers.items()}
+        meta = {
+            "format": FORMAT_NAME,
+            "version": FORMAT_VERSION,
+            "dtype": dtype.name,
+            "mask_route": encoder.route,
+            "tokenizer": {"name": config.tokenizer, **identity["tokenizer"]},
+            "split_seed": config.seed,
+            "total_tokens": sum(split["tokens"] for split in splits.values()),
+            "supervised_tokens": sum(split["supervised_tokens"] for split in splits.values()),
+            "splits": splits,
+            "counts": tally.as_dict(),
+            "args": asdict(config),
+            "identity": identity,
+            "seconds": round(time.perf_counter() - started, 1),
+        }
+        write_json(output / META_FILE, meta)
     return meta
 
 
@@ -397,7 +396,7 @@ def find_finished(output: Path, identity: dict[str, Any]) -> dict[str, Any] | No
         found = meta["identity"]
     elif unfinished.exists():
         found = json.loads(unfinished.read_text(encoding="utf-8"))
-    elif any(output.iterdir()):
+    elif {path.name for path in output.iterdir()} - {UNFINISHED_FILE + ".tmp"}:
         raise ValueError(f"output folder {str(output)!r} is not empty and holds no shards")
     else:
         return None
@@ -496,12 +495,13 @@ def _unfinished(output: Path, identity: dict[str, Any]) -> Iterator[None]:
     """
     _remove_shards(output)
     output.mkdir(parents=True, exist_ok=True)
-    write_json(output / UNFINISHED_FILE, identity)
     try:
+        write_json(output / UNFINISHED_FILE, identity)
         yield
+        (output / UNFINISHED_FILE).unlink()
     except (ValueError, OSError, RuntimeError, ImportError):
         _remove_shards(output)
-        (output / UNFINISHED_FILE).unlink()
+        (output / UNFINISHED_FILE).unlink(missing_ok=True)
         with suppress(OSError):  # a file that is not ours keeps the folder
             output.rmdir()
         raise

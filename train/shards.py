@@ -15,6 +15,7 @@ folder without `meta.json` is unfinished, so no reader ever sees half a shard.
 import json
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
@@ -46,11 +47,14 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 def write_json(path: Path, value: object) -> None:
     """Writes `value` as indented JSON: the whole file or none of it."""
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8") as stream:
-        json.dump(value, stream, indent=2, ensure_ascii=False)
-        stream.write("\n")
-        _to_disk(stream)
-    temporary.replace(path)
+    try:
+        with temporary.open("w", encoding="utf-8") as stream:
+            json.dump(value, stream, indent=2, ensure_ascii=False)
+            stream.write("\n")
+            _to_disk(stream)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def read_meta(folder: str | Path) -> dict[str, Any]:
@@ -147,14 +151,11 @@ class ShardWriter:
         exception: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if exception_type is None:
-            self._finish_shard()
-            return
-        for stream in (self._tokens, self._mask):
-            if stream is not None:
-                stream.close()
-        for kind in _KINDS:
-            self._temporary(kind).unlink(missing_ok=True)
+        try:
+            if exception_type is None:
+                self._finish_shard()
+        finally:
+            self._drop_unfinished()
 
     def _path(self, kind: str) -> Path:
         return self._folder / _file_name(kind, self.num_shards)
@@ -162,6 +163,14 @@ class ShardWriter:
     def _temporary(self, kind: str) -> Path:
         path = self._path(kind)
         return path.with_name(path.name + ".tmp")
+
+    def _drop_unfinished(self) -> None:
+        for stream in (self._tokens, self._mask):
+            if stream is not None:
+                with suppress(OSError):  # closing writes what is buffered: not on a full disk
+                    stream.close()
+        for kind in _KINDS:
+            self._temporary(kind).unlink(missing_ok=True)
 
     def _finish_shard(self) -> None:
         if self._tokens is None or self._mask is None:

@@ -1,7 +1,7 @@
-"""Draft trees: structure, EAGLE-2 growth, masks and positions. Pure functions on tensors, torch only.
+"""Draft trees: structure, EAGLE-2 growth, masks and positions, as pure functions on tensors.
 
-Shape letters used throughout the project: B batch, P prompt, N tree nodes (root included), K children, D depth, H hidden,
-V vocabulary, U draft vocabulary.
+Shape letters used throughout the project: B batch, P prompt, N tree nodes (root included), K
+children, D depth, H hidden, V vocabulary, U draft vocabulary.
 """
 
 from tree.draft_tree import DraftTree

@@ -14,7 +14,8 @@ class DraftTree:
 
     Attributes:
         token_ids: [N] int64. Row 0 is the root, the last committed token.
-        parents: [N] int64. Row of each node's parent, always smaller than the node's own row; -1 for the root.
+        parents: [N] int64. Row of each node's parent, always smaller than the node's own row; -1
+            for the root.
         depths: [N] int64. 0 for the root, parent's depth + 1 otherwise, ascending.
         scores: [N] float32. Cumulative draft log-probability, <= 0; 0 for the root.
     """
@@ -40,8 +41,12 @@ class DraftTree:
         return self.token_ids.numel()
 
     def check(self) -> None:
-        """Raises ValueError when the tensors do not describe a tree; for tests and for drafters of others."""
-        parents, depths, tokens = self.parents.tolist(), self.depths.tolist(), self.token_ids.tolist()
+        """Raises ValueError when the tensors do not describe a tree."""
+        parents, depths, tokens = (
+            self.parents.tolist(),
+            self.depths.tolist(),
+            self.token_ids.tolist(),
+        )
         if not parents or parents[0] != -1 or depths[0] != 0:
             raise ValueError("row 0 of a draft tree must be the root: parent -1, depth 0")
         siblings: set[tuple[int, int]] = set()

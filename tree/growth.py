@@ -1,4 +1,4 @@
-"""EAGLE-2's dynamic draft tree as pure functions on scores (Li et al. 2024, arXiv:2406.16858, section 4)."""
+"""EAGLE-2's dynamic draft tree, as pure functions on scores (arXiv:2406.16858, section 4)."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ class Frontier:
 class Growth:
     """Collects the levels of one tree, then keeps its best nodes.
 
-    Level 1 is the root's children; each further level holds the children of the `top_k` nodes of the last level that have
-    the best cumulative log-probability. Shapes depend on the configuration only, so a fixed configuration never waits for
-    the device: children with log-probability -inf or NaN stay in the buffers and are dropped by `finish`.
+    Level 1 is the root's children; each further level holds the children of the `top_k` nodes of
+    the last level that have the best cumulative log-probability. Shapes depend on the configuration
+    only, so a fixed configuration never waits for the device: children with log-probability -inf or
+    NaN stay in the buffers and are dropped by `finish`.
 
     Source: arXiv:2406.16858, sections 4.1 (expansion) and 4.2 (reranking).
     """
@@ -48,7 +49,8 @@ class Growth:
         """Adds the children of the current frontier and chooses the next one.
 
         Args:
-            token_ids: [M, K] int64, distinct in a row, best first. M is 1 for the first level, then the frontier's size.
+            token_ids: [M, K] int64, distinct in a row, best first. M is 1 for the first level, then
+                the frontier's size.
             log_probs: [M, K] float32, the draft's log-probability of each child given its parent.
 
         Returns:
@@ -72,8 +74,9 @@ class Growth:
         """Keeps the `num_draft_tokens` best candidates.
 
         Returns:
-            The tree, nodes in level order, and [N] int64: for each node the row of its children's draft law in the
-            concatenation of all expanded frontiers (the root's own row is 0), or -1 where the node was not expanded.
+            The tree, nodes in level order, and [N] int64: for each node the row of its children's
+            draft law in the concatenation of all expanded frontiers (the root's own row is 0), or
+            -1 where the node was not expanded.
         """
         scores = torch.cat(self._scores)
         parents = torch.cat(self._parents)
@@ -83,7 +86,8 @@ class Growth:
         kept = rerank(scores, depths, num_draft_tokens)
         root = parents.new_zeros(1)
 
-        # Candidate c moves to row row_of[c + 1]; slot 0 stands for the root, whose candidate number is -1.
+        # Candidate c moves to row row_of[c + 1]; slot 0 stands for the root, whose candidate number
+        # is -1.
         row_of = parents.new_full((scores.numel() + 1,), -1)
         row_of[torch.cat([root, kept + 1])] = torch.arange(kept.numel() + 1, device=kept.device)
         law_of = parents.new_full((scores.numel() + 1,), -1)
@@ -102,8 +106,9 @@ class Growth:
 def rerank(scores: Tensor, depths: Tensor, num_draft_tokens: int) -> Tensor:
     """Chooses the best candidates of a tree whose candidates are listed level by level.
 
-    The order is (score, depth, index): a child's score is never above its parent's and its depth is larger, so ties cannot
-    keep a child and drop its parent. Candidates with score -inf are not nodes.
+    The order is (score, depth, index): a child's score is never above its parent's and its depth is
+    larger, so ties cannot keep a child and drop its parent. Candidates with score -inf are not
+    nodes.
 
     Args:
         scores: [C] float32, cumulative log-probabilities.

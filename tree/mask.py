@@ -46,9 +46,10 @@ def additive_mask(ancestors: Tensor, num_prefix: int, dtype: torch.dtype) -> Ten
 def sliding_additive_mask(
     ancestors: Tensor, depths: Tensor, num_prefix: int, window: int, dtype: torch.dtype
 ) -> Tensor:
-    """The mask of sliding-window attention: a visible key is also less than `window` positions back.
+    """The mask of sliding-window attention: a visible key is also near enough.
 
-    Positions follow depth, not row: a prefix row t sits at position t, a node of depth d at num_prefix + d.
+    Positions follow depth, not row: a prefix row t sits at position t, a node of depth d at
+        num_prefix + d.
 
     Args:
         ancestors: [N, N] bool from `ancestor_mask`.
@@ -68,6 +69,6 @@ def sliding_additive_mask(
 
 
 def _to_additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """[N, M] bool -> [1, 1, N, M]: 0 where visible, the dtype's most negative finite value elsewhere."""
+    """[N, M] bool -> [1, 1, N, M]: 0 where visible, the dtype's lowest finite value elsewhere."""
     blocked = torch.finfo(dtype).min
     return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, blocked)[None, None]

@@ -122,18 +122,25 @@ def test_dataset_id_without_the_package_says_what_to_install(monkeypatch):
         list(read_rows("someone/some-chats", Tally()))
 
 
+def stream_from(monkeypatch, splits):
+    def load_dataset(name, streaming):
+        assert streaming
+        return splits
+
+    fake = types.SimpleNamespace(load_dataset=load_dataset)
+    monkeypatch.setitem(sys.modules, "datasets", fake)
+
+
 @pytest.mark.parametrize("splits", [["train"], ["test_sft", "train_sft"]])
 def test_dataset_rows_come_from_the_training_split(monkeypatch, splits):
     loaded = {name: [sharegpt(("human", name), ("gpt", "a"))] for name in splits}
-    fake = types.SimpleNamespace(load_dataset=lambda name, streaming: loaded)
-    monkeypatch.setitem(sys.modules, "datasets", fake)
+    stream_from(monkeypatch, loaded)
     (found,) = clean(read_rows("someone/some-chats", Tally()), Tally())
     assert found.opening.startswith("train")
 
 
 def test_dataset_without_training_split_is_refused(monkeypatch):
-    fake = types.SimpleNamespace(load_dataset=lambda name, streaming: {"test": []})
-    monkeypatch.setitem(sys.modules, "datasets", fake)
+    stream_from(monkeypatch, {"test": []})
     with pytest.raises(ValueError, match="no train split"):
         list(read_rows("someone/some-chats", Tally()))
 
@@ -286,7 +293,7 @@ def test_drop_looks_at_every_message_and_counts():
 
 @pytest.mark.parametrize("text", ["", "{}\n", "nonsense"])
 def test_file_without_questions_is_refused(tmp_path, text):
-    with pytest.raises(ValueError, match="questions.jsonl"):
+    with pytest.raises(ValueError, match=r"questions\.jsonl"):
         Exclusion.from_files([write(tmp_path / "questions.jsonl", text)])
 
 

@@ -27,7 +27,8 @@ CHATML = (
 )
 BLOCK = "{% generation %}{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
 GENERATION = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+    "{% if m['role'] == 'assistant' %}"
     + BLOCK
     + "{% else %}{{ m['content'] + '<|im_end|>\n' }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -189,7 +190,7 @@ def test_answer_that_merges_with_the_prompt_is_skipped():
     # The template's line feed and the answer's first one are one token: unlike in decoding.
     encoder = ChatEncoder(byte_tokenizer(), 100)
     with pytest.raises(UnusableConversationError, match="prefix"):
-        encoder.encode(chat("a", "\nb"))
+        encoder.encode(chat("a", "\n\nb"))
     encoder.encode(chat("a", "b"))
 
 
@@ -463,13 +464,18 @@ def test_number_out_of_range_is_refused(command, capsys, flags, message):
     assert message in refused(capsys)
 
 
+@pytest.mark.parametrize(
+    "function", ["shards._to_disk", "shards.np.save", "shards.ShardWriter.add", "prepare.asdict"]
+)
 def test_failure_of_the_machine_is_one_line_and_leaves_nothing(
-    command, tmp_path, capsys, monkeypatch
+    command, tmp_path, capsys, monkeypatch, function
 ):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("train.shards._to_disk", full)
-    assert command() == 2
+    with monkeypatch.context() as patch:
+        patch.setattr(f"train.{function}", full)
+        assert command() == 2
     assert "No space left" in refused(capsys)
     assert not (tmp_path / "out").exists()
+    assert command() == 0
