@@ -186,7 +186,7 @@ class _Walk:
         decision = self._decide(row, node)
         cost = decision_cost(node, decision)
         if not self._affords(cost):
-            return self._emit_exact(row, drawn, 0.0)
+            return self._emit_exact(row, drawn, 0.0, decision.descend)
         if decision.take is not None:
             return self._go_on(row, int(node.children[decision.take]), drawn, cost)
         if drawn in children or drawn in self._verifier.stop_ids or decision.rescue_prob <= 0.0:
