@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from torch import Tensor
 
 Prompt = str | Sequence[Mapping[str, Any]] | Tensor
@@ -26,7 +27,8 @@ def encode_prompt(prompt: Prompt, tokenizer: Any | None, vocabulary_size: int) -
 
     Raises:
         TypeError: for anything else.
-        ValueError: for an empty prompt, several prompts or ids outside the vocabulary.
+        ValueError: for an empty prompt, several prompts, messages that the template refuses or ids
+            outside the vocabulary.
     """
     if isinstance(prompt, Tensor):
         return _check_ids(prompt, vocabulary_size)
@@ -48,10 +50,20 @@ def encode_prompt(prompt: Prompt, tokenizer: Any | None, vocabulary_size: int) -
             "text needs a tokenizer and this target came without one; pass tokenizer= or raw "
             "input_ids [1, P]"
         )
+    return _check_ids(torch.tensor(_render(messages, tokenizer), dtype=torch.int64), vocabulary_size)
+
+
+def _render(messages: Sequence[Any], tokenizer: Any) -> list[int]:
+    """Ids of chat messages by the tokenizer's template, or of one text without a template."""
     if getattr(tokenizer, "chat_template", None):
-        ids = tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
-        )
+        try:
+            ids: list[int] = tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+        except TemplateError as error:  # some templates refuse system messages or two users in turn
+            raise ValueError(
+                f"the target's chat template refuses these messages: {error}"
+            ) from error
     elif len(messages) == 1:
         ids = tokenizer(messages[0]["content"])["input_ids"]
     else:
@@ -59,7 +71,7 @@ def encode_prompt(prompt: Prompt, tokenizer: Any | None, vocabulary_size: int) -
             "this tokenizer has no chat template for a list of messages; pass one text or raw "
             "input_ids [1, P]"
         )
-    return _check_ids(torch.tensor(ids, dtype=torch.int64), vocabulary_size)
+    return ids
 
 
 def _check_messages(messages: Sequence[Any]) -> None:
@@ -190,7 +202,9 @@ def check_stops(stop: str | Sequence[str] | None) -> tuple[str, ...]:
         TypeError: for anything but text.
         ValueError: for an empty stop string, which would stop before the first token.
     """
-    strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if stop is None:
+        return ()
+    strings = (stop,) if isinstance(stop, str) or not isinstance(stop, Iterable) else tuple(stop)
     for string in strings:
         if not isinstance(string, str):
             raise TypeError(

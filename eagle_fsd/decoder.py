@@ -6,7 +6,7 @@ import math
 import secrets
 import threading
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -49,8 +49,8 @@ class GenerateOptions(TypedDict, total=False):
         max_new_tokens: >= 1, default 256.
         stop: one stop string or several; the text ends before it, the ids with the token that
             completed it.
-        stop_ids: further token ids that end the request, beside those of the generation config and
-            the tokenizer.
+        stop_ids: one or several further token ids that end the request, beside those of the
+            generation config and the tokenizer.
         seed: of all randomness; None draws one, which the statistics report. Default 0.
         tree: a TreeConfig for this request, or "N,DEPTH,K" or "auto".
         profile: wait for the device after each phase, so that `phases_s` is right on a GPU
@@ -64,7 +64,7 @@ class GenerateOptions(TypedDict, total=False):
     min_p: float
     max_new_tokens: int
     stop: str | Sequence[str] | None
-    stop_ids: Sequence[int]
+    stop_ids: int | Sequence[int]
     seed: int | None
     tree: TreeConfig | str | None
     profile: bool
@@ -197,6 +197,7 @@ class SpeculativeDecoder:
             ValueError, TypeError, FileNotFoundError, RuntimeError: one sentence about what does not
                 fit.
         """
+        tree = _tree_config(tree)
         if isinstance(target, PreTrainedModel):
             if options or dtype != "auto" or device != "auto":
                 raise ValueError(
@@ -210,17 +211,12 @@ class SpeculativeDecoder:
         target_model = TargetModel(model)
         drafter: Drafter | None = None
         if draft_head is not None:
-            access = {
-                key: options[key]
-                for key in ("revision", "token")
-                if key in options and key == "token"
-            }
-            head = load_head(draft_head, **access)
+            head = load_head(draft_head, token=options.get("token"))
             check_fit(head.config, model.config, target_model.vocabulary_size)
             drafter = HeadDrafter(
                 head.to(target_model.output_device, target_model.dtype), target_model
             )
-        return cls(target_model, drafter, tokenizer, _tree_config(tree))
+        return cls(target_model, drafter, tokenizer, tree)
 
     def stream(
         self, prompt: Prompt, **options: Unpack[GenerateOptions]
@@ -307,17 +303,14 @@ class SpeculativeDecoder:
             raise ValueError(
                 "stop strings need a tokenizer and this target came without one; use stop_ids"
             )
-        extra: list[int] = [_whole_number("stop_ids", token, minimum=0) for token in user_ids]
-        shown: list[str] = []
-        for string in strings:
-            token_id = special_token_id(string, self.tokenizer)
-            if token_id is None:
-                shown.append(string)
-            else:
-                extra.append(token_id)
+        user = user_ids if isinstance(user_ids, Iterable) else (user_ids,)
+        extra = [_whole_number("stop_ids", token, minimum=0) for token in user]
+        # A special token's text is never shown, so its id stops too; its writing stops whatever
+        # tokens spell it.
+        special = (special_token_id(string, self.tokenizer) for string in strings)
+        extra += [token for token in special if token is not None]
         eos = getattr(self.tokenizer, "eos_token_id", None)
-        ids = merge_stop_ids(self.target.stop_ids, eos, extra)
-        return tuple(shown), ids
+        return strings, merge_stop_ids(self.target.stop_ids, eos, extra)
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
@@ -454,7 +447,7 @@ class _Session:
                 stats.regret_spent += token.cost
         step_stats = None
         if cycle is not None:
-            step_stats = _step_stats(cycle[0], cycle[1], emitted, self._clock.phases_s)
+            step_stats = _step_stats(cycle[0], emitted, self._clock.phases_s)
             stats.add_step(step_stats)
         reason = self._emitter.finish_reason
         result = None
@@ -465,7 +458,7 @@ class _Session:
             text="".join(token.text for token in emitted),
             stats=step_stats,
             tree=cycle[0].tree if cycle else None,
-            path=tuple(cycle[1].path) if cycle else (),
+            path=tuple(cycle[1].path[: len(emitted)]) if cycle else (),
             result=result,
         )
 
@@ -547,10 +540,8 @@ class _PhaseClock:
         return time.perf_counter()
 
 
-def _step_stats(
-    draft: Draft, verdict: Verdict, emitted: list[Token], phases_s: dict[str, float]
-) -> StepStats:
-    num_accepted = min(len(verdict.path), len(emitted))
+def _step_stats(draft: Draft, emitted: list[Token], phases_s: dict[str, float]) -> StepStats:
+    num_accepted = sum(token.origin in ("accepted", "rescued") for token in emitted)
     last = emitted[-1].origin
     return StepStats(
         num_draft_tokens=draft.tree.num_nodes - 1,
@@ -601,8 +592,8 @@ def _load(
     options: dict[str, Any],
 ) -> tuple[PreTrainedModel, Any]:
     """Loads a target where and as it was asked for."""
-    if isinstance(dtype, str) and dtype != "auto":
-        resolved = getattr(torch, dtype, None)
+    if dtype != "auto":
+        resolved = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
         if not isinstance(resolved, torch.dtype) or not resolved.is_floating_point:
             raise ValueError(f"unknown dtype {dtype!r}; use auto, float32, bfloat16 or float16")
         dtype = resolved

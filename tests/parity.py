@@ -1,4 +1,4 @@
-"""The parity harness: speculative ids against the model's own, whatever drafts and whatever tree."""
+"""The parity harness: speculative ids against the model's own, whatever drafts, whatever tree."""
 
 from __future__ import annotations
 
@@ -81,14 +81,11 @@ def check_greedy_parity(family: str, num_prompts: int, seed: int) -> ParityRepor
             target.model,
             torch.cat([prompt, torch.tensor([expected[:place]], dtype=torch.int64)], dim=1),
         )
-        print(
-            f"{family} prompt {number} ({kind}, {tree}): differs at token {place}, top-2 gap {gap:.2e}"
-        )
+        where = f"{family} prompt {number}, {kind}, tree {tree}: token {place}, top-2 gap {gap:.2e}"
+        print(where)
         if gap < TIE:
             report.num_ties += 1
         else:
-            report.faults.append(
-                f"{family} prompt {number}, {kind}, tree {tree}, token {place}, gap {gap}"
-            )
+            report.faults.append(where)
     report.num_scattered = sum(target.num_scattered for target in targets)
     return report

@@ -52,7 +52,7 @@ FAMILY_CONFIGS: dict[str, Callable[[], Any]] = {
         **_SHAPE, sliding_window=WINDOW, num_local_experts=4
     ),
 }
-ATTENTION = {family: ("eager", "sdpa") for family in FAMILY_CONFIGS} | {"gemma2": ("eager",)}
+ATTENTION = dict.fromkeys(FAMILY_CONFIGS, ("eager", "sdpa")) | {"gemma2": ("eager",)}
 
 
 def tiny_model(

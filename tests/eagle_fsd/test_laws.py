@@ -1,0 +1,163 @@
+"""Losslessness decided on a table target: the law of three tokens equals exact enumeration."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from eagle_fsd.config import SamplingConfig
+from eagle_fsd.decoder import SpeculativeDecoder
+from eagle_fsd.sampling import SeededNoise, law_log_probs, race
+from tests.stubs import TableDrafter, TableTarget
+
+TOKENS = 5
+NUM_SEEDS = 4000
+PROMPT = torch.tensor([[1, 2]])
+
+
+def tables(seed: int = 0) -> tuple[Tensor, Tensor]:
+    """[V, V, V] target logits and [V, V] log q, neither close to the other."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = 1.5 * torch.randn(TOKENS, TOKENS, TOKENS, generator=generator)
+    draft = torch.randn(TOKENS, TOKENS, generator=generator).log_softmax(-1)
+    return logits, draft
+
+
+def slow_law(logits: Tensor, config: SamplingConfig) -> list[float]:
+    """The law of one row, warper by warper, in plain Python."""
+    scaled = [value / config.temperature for value in logits.tolist()]
+    kept = set(range(len(scaled)))
+    if config.top_k:
+        floor = sorted(scaled, reverse=True)[min(config.top_k, len(scaled)) - 1]
+        kept = {i for i in kept if scaled[i] >= floor}
+    total = sum(math.exp(scaled[i]) for i in kept)
+    probs = [math.exp(scaled[i]) / total if i in kept else 0.0 for i in range(len(scaled))]
+    mass, nucleus = 0.0, set()
+    for i in sorted(kept, key=lambda i: -probs[i]):
+        if mass < config.top_p:
+            nucleus.add(i)
+        mass += probs[i]
+    total = sum(probs[i] for i in nucleus)
+    probs = [probs[i] / total if i in nucleus else 0.0 for i in range(len(scaled))]
+    final = {i for i in nucleus if probs[i] >= config.min_p * max(probs)}
+    total = sum(probs[i] for i in final)
+    return [probs[i] / total if i in final else 0.0 for i in range(len(scaled))]
+
+
+def enumerate_law(logits: Tensor, config: SamplingConfig) -> dict[tuple[int, ...], float]:
+    """P of each answer of three tokens after PROMPT."""
+    law = {}
+    for answer in itertools.product(range(TOKENS), repeat=3):
+        text, probability = [1, 2, *answer], 1.0
+        for place in range(3):
+            probability *= slow_law(logits[text[place], text[place + 1]], config)[answer[place]]
+        law[answer] = probability
+    return law
+
+
+def chi_square_p(observed: dict[tuple[int, ...], int], law: dict[tuple[int, ...], float]) -> float:
+    """P of a chi-square at least as large, cells expected under 5 pooled (Wilson-Hilferty)."""
+    total = sum(observed.values())
+    cells, rest = [], [0.0, 0.0]
+    for answer, probability in law.items():
+        pair = (observed.get(answer, 0), total * probability)
+        if pair[1] >= 5:
+            cells.append(pair)
+        else:
+            rest = [rest[0] + pair[0], rest[1] + pair[1]]
+    if rest[1] > 0:
+        cells.append((rest[0], rest[1]))
+    statistic = sum((seen - expected) ** 2 / expected for seen, expected in cells)
+    freedom = len(cells) - 1
+    z = ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
+    return 0.5 * math.erfc(z / math.sqrt(2))
+
+
+CONFIGS = [
+    SamplingConfig(temperature=1.0),
+    SamplingConfig(temperature=0.6, top_p=0.8),
+    SamplingConfig(temperature=1.5, top_k=3, min_p=0.1),
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("tree", ["3,3,1", "10,3,3"])
+def test_the_law_of_three_tokens_is_the_targets(config: SamplingConfig, tree: str) -> None:
+    logits, draft = tables()
+    decoder = SpeculativeDecoder(TableTarget(logits), TableDrafter(draft))
+    law = enumerate_law(logits, config)
+    observed: dict[tuple[int, ...], int] = {}
+    accepted = 0
+    for seed in range(NUM_SEEDS):
+        result = decoder.generate(
+            PROMPT,
+            tree=tree,
+            max_new_tokens=3,
+            seed=seed,
+            temperature=config.temperature,
+            top_k=config.top_k,
+            top_p=config.top_p,
+            min_p=config.min_p,
+        )
+        answer = tuple(result.token_ids)
+        observed[answer] = observed.get(answer, 0) + 1
+        accepted += result.stats.num_accepted
+    assert accepted > NUM_SEEDS / 50  # the tree did take part
+    assert all(law[answer] > 0 for answer in observed)
+    assert chi_square_p(observed, law) > 1e-3
+
+
+def test_the_chi_square_would_see_a_biased_law() -> None:
+    logits, _ = tables()
+    law, other = (enumerate_law(logits, SamplingConfig(temperature=t)) for t in (1.0, 1.3))
+    observed = {answer: round(NUM_SEEDS * p) for answer, p in other.items()}
+    assert chi_square_p(observed, law) < 1e-3
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_warped_laws_equal_the_slow_reference(config: SamplingConfig) -> None:
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(50):
+        logits = 2 * torch.randn(9, generator=generator)
+        expected = torch.tensor(slow_law(logits, config))
+        law = law_log_probs(logits, config).exp()
+        torch.testing.assert_close(law, expected, rtol=0, atol=1e-6)
+
+
+def test_greedy_laws_are_those_of_temperature_one_after_the_cuts() -> None:
+    logits, _ = tables()
+    greedy = SamplingConfig(temperature=0.0, top_k=3)
+    at_one = SamplingConfig(temperature=1.0, top_k=3)
+    assert torch.equal(law_log_probs(logits, greedy), law_log_probs(logits, at_one))
+
+
+def test_a_race_has_the_law_it_is_given() -> None:
+    probs = torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0])
+    noise = [SeededNoise(seed, 5).draw(0) for seed in range(5000)]
+    counts = np.bincount([int(race(probs.log(), e)) for e in noise], minlength=5)
+    observed = {(i,): int(count) for i, count in enumerate(counts)}
+    assert counts[4] == 0
+    assert chi_square_p(observed, {(i,): float(p) for i, p in enumerate(probs)}) > 1e-3
+
+
+def test_a_race_never_picks_a_forbidden_token_even_with_zero_noise() -> None:
+    log_probs = torch.tensor([-math.inf, -0.5, -0.9])
+    assert int(race(log_probs, torch.tensor([0.0, 1.0, 1.0], dtype=torch.float64))) == 1
+
+
+def test_noise_depends_on_seed_token_number_and_stream_alone() -> None:
+    noise = SeededNoise(3, 1000)
+    first = noise.draw(4)
+    noise.draw(0)
+    assert torch.equal(noise.draw(4), first)
+    vectors = [first, noise.draw(5), noise.rescue(4)[1], SeededNoise(4, 1000).draw(4)]
+    for one, other in itertools.combinations(vectors, 2):
+        assert not (one == other).any()
+    coins = [noise.rescue(index)[0] for index in range(200)]
+    assert 0.35 < sum(coins) / 200 < 0.65
+    assert all(0.0 <= coin < 1.0 for coin in coins)

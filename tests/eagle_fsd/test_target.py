@@ -1,0 +1,225 @@
+"""One pass over a tree gives what one pass a path gives; rows are kept and dropped rightly."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from eagle_fsd.errors import UnsupportedModelError
+from eagle_fsd.target import TargetModel
+from tests.stubs import ATTENTION, FAMILY_CONFIGS, VOCABULARY, tiny_model
+from tree import DraftTree
+
+CASES = [
+    (family, attention) for family in sorted(FAMILY_CONFIGS) for attention in ATTENTION[family]
+]
+# Two fp32 passes of other shapes round differently, by about 1e-6 of the logits' size here.
+CLOSE = 1e-4
+
+
+def random_tree(rng: random.Random, nodes: int, root: int) -> DraftTree:
+    """Parents anywhere before their children, depths ascending, siblings distinct."""
+    parents, depths = [-1], [0]
+    for _ in range(nodes - 1):
+        parent = rng.randrange(len(parents))
+        parents.append(parent)
+        depths.append(depths[parent] + 1)
+    order = sorted(range(nodes), key=lambda row: depths[row])
+    place = {row: new for new, row in enumerate(order)}
+    tokens = rng.sample(range(VOCABULARY), nodes)
+    tokens[0] = root
+    return DraftTree(
+        token_ids=torch.tensor(tokens),
+        parents=torch.tensor([-1 if parents[row] < 0 else place[parents[row]] for row in order]),
+        depths=torch.tensor([depths[row] for row in order]),
+        scores=torch.zeros(nodes),
+    )
+
+
+def path_to(tree: DraftTree, row: int) -> list[int]:
+    """Rows from the root to `row`."""
+    rows = [row]
+    while tree.parents[rows[0]] >= 0:
+        rows.insert(0, int(tree.parents[rows[0]]))
+    return rows
+
+
+def sequential_logits(model: transformers.PreTrainedModel, tokens: list[int]) -> Tensor:
+    """[V] logits that follow the tokens, from one pass of the unmodified model without a cache."""
+    with torch.inference_mode():
+        logits: Tensor = model(torch.tensor([tokens]), use_cache=False).logits[0, -1]
+    return logits
+
+
+def assert_tree_equals_sequential(
+    target: TargetModel, tree: DraftTree, prefix: list[int], logits: Tensor
+) -> None:
+    tokens = tree.token_ids.tolist()
+    for row in range(tree.num_nodes):
+        expected = sequential_logits(target.model, prefix + [tokens[r] for r in path_to(tree, row)])
+        torch.testing.assert_close(logits[row], expected, rtol=0, atol=CLOSE)
+
+
+@pytest.mark.parametrize(("family", "attention"), CASES)
+def test_tree_logits_equal_sequential_logits_before_and_after_commits(
+    family: str, attention: str
+) -> None:
+    rng = random.Random(3)
+    target = TargetModel(tiny_model(family, attention), prefill_chunk=7)
+    prefix = [rng.randrange(VOCABULARY) for _ in range(19)]  # past the window of 16
+    target.start(capacity=4)  # far too small: the cache must grow
+    output = target.prefill(torch.tensor(prefix))
+    torch.testing.assert_close(
+        output.logits[0], sequential_logits(target.model, prefix), rtol=0, atol=CLOSE
+    )
+    scattered = 0
+    for _ in range(4):
+        tree = random_tree(rng, 12, root=rng.randrange(VOCABULARY))
+        output = target.score(tree)
+        assert_tree_equals_sequential(target, tree, prefix, output.logits)
+        with torch.inference_mode():
+            torch.testing.assert_close(target.logits(output.features), output.logits)
+        path = path_to(tree, rng.choice([row for row in range(12) if tree.depths[row] >= 2]))
+        scattered += path != list(range(len(path)))
+        target.commit(path)
+        prefix += tree.token_ids[torch.tensor(path)].tolist()
+        assert target.num_rows == len(prefix)
+    assert scattered > 0
+
+
+@pytest.mark.parametrize(("family", "attention"), CASES)
+def test_a_node_does_not_see_its_sibling(family: str, attention: str) -> None:
+    target = TargetModel(tiny_model(family, attention))
+    prefix = torch.arange(20) % VOCABULARY
+    tree = DraftTree(
+        torch.tensor([5, 6, 7, 8]),
+        torch.tensor([-1, 0, 0, 1]),
+        torch.tensor([0, 1, 1, 2]),
+        torch.zeros(4),
+    )
+    changed = DraftTree(torch.tensor([5, 6, 99, 8]), tree.parents, tree.depths, tree.scores)
+    outputs = []
+    for candidate in (tree, changed):
+        target.start(64)
+        target.prefill(prefix)
+        outputs.append(target.score(candidate).logits)
+    others = [0, 1, 3]  # close, not equal: experts batch their tokens
+    torch.testing.assert_close(outputs[0][others], outputs[1][others], rtol=0, atol=CLOSE)
+    assert not torch.allclose(outputs[0][2], outputs[1][2], atol=0.1)
+
+
+@pytest.mark.parametrize(("family", "attention"), CASES)
+def test_features_are_what_lm_head_reads(family: str, attention: str) -> None:
+    target = TargetModel(tiny_model(family, attention))
+    read: list[Tensor] = []
+    hook = target.model.get_output_embeddings().register_forward_pre_hook(
+        lambda _module, inputs: read.append(inputs[0])
+    )
+    try:
+        with torch.inference_mode():
+            target.model(torch.arange(10)[None])
+    finally:
+        hook.remove()
+    target.start(16)
+    features = target.prefill(torch.arange(10)).features
+    torch.testing.assert_close(features, read[0][0], rtol=0, atol=CLOSE)
+
+
+def test_a_request_leaves_nothing_behind() -> None:
+    """A long, a short, then the first prompt again: the third logits are the first's."""
+    target = TargetModel(tiny_model())
+    long, short = torch.arange(100) % VOCABULARY, torch.tensor([3, 1, 4])
+    results = []
+    for prompt in (long, short, long):
+        target.start(prompt.numel() + 8)
+        results.append(target.prefill(prompt).logits)
+    assert torch.equal(results[0], results[2])
+    torch.testing.assert_close(
+        results[1][0], sequential_logits(target.model, [3, 1, 4]), rtol=0, atol=CLOSE
+    )
+
+
+def test_a_model_converted_after_loading_is_followed() -> None:
+    model = tiny_model().to(torch.bfloat16)
+    target = TargetModel(model)
+    target.start(16)
+    assert target.prefill(torch.arange(5)).logits.dtype == torch.bfloat16
+    model.float()
+    target.start(16)
+    assert target.dtype == torch.float32
+    logits = target.prefill(torch.arange(5)).logits[0]
+    torch.testing.assert_close(logits, sequential_logits(model, list(range(5))), rtol=0, atol=CLOSE)
+
+
+def test_the_target_is_not_changed() -> None:
+    model = tiny_model()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    attributes = set(vars(model)) | {f"model.{name}" for name in vars(model.model)}
+    target = TargetModel(model)
+    target.start(32)
+    target.prefill(torch.arange(9))
+    target.score(random_tree(random.Random(0), 6, 3))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert set(vars(model)) | {f"model.{name}" for name in vars(model.model)} == attributes
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: transformers.T5ForConditionalGeneration(_tiny_t5()), "encoder-decoder"),
+        (lambda: transformers.MambaForCausalLM(_tiny_mamba()), "state-space"),
+        (lambda: transformers.GPT2LMHeadModel(_tiny_gpt2()), "not a family"),
+        (lambda: transformers.LlamaModel(FAMILY_CONFIGS["llama"]()), "no lm_head"),
+        (lambda: tiny_model().train(), r"call model\.eval"),
+    ],
+)
+def test_what_is_not_proven_is_refused_with_what_is(make: object, reason: str) -> None:
+    model = make().eval() if reason != r"call model\.eval" else make()  # type: ignore[operator]
+    with pytest.raises(ValueError, match=reason):
+        TargetModel(model)
+
+
+@pytest.mark.parametrize("attention", ["flash_attention_2", "flex_attention"])
+def test_attention_that_takes_no_tree_mask_is_refused(attention: str) -> None:
+    model = tiny_model()
+    model.config._attn_implementation = attention
+    with pytest.raises(UnsupportedModelError, match="attn_implementation='sdpa' or 'eager'"):
+        TargetModel(model)
+
+
+def test_unknown_layer_types_are_refused() -> None:
+    model = tiny_model("qwen2")
+    model.config.layer_types = ["linear_attention", "full_attention"]
+    with pytest.raises(UnsupportedModelError, match="linear_attention"):
+        TargetModel(model)
+
+
+def test_something_between_lm_head_and_logits_is_refused() -> None:
+    class Scaled(transformers.LlamaForCausalLM):  # type: ignore[misc]
+        def forward(self, *args: object, **kwargs: object) -> object:
+            output = super().forward(*args, **kwargs)
+            output.logits = output.logits * 0.5
+            return output
+
+    with pytest.raises(UnsupportedModelError, match="between lm_head and its logits"):
+        TargetModel(Scaled(FAMILY_CONFIGS["llama"]()).eval())
+
+
+def _tiny_t5() -> transformers.T5Config:
+    return transformers.T5Config(
+        vocab_size=64, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2
+    )
+
+
+def _tiny_mamba() -> transformers.MambaConfig:
+    return transformers.MambaConfig(
+        vocab_size=64, hidden_size=16, num_hidden_layers=1, state_size=4
+    )
+
+
+def _tiny_gpt2() -> transformers.GPT2Config:
+    return transformers.GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2, n_positions=32)
