@@ -50,7 +50,9 @@ def encode_prompt(prompt: Prompt, tokenizer: Any | None, vocabulary_size: int) -
             "text needs a tokenizer and this target came without one; pass tokenizer= or raw "
             "input_ids [1, P]"
         )
-    return _check_ids(torch.tensor(_render(messages, tokenizer), dtype=torch.int64), vocabulary_size)
+    return _check_ids(
+        torch.tensor(_render(messages, tokenizer), dtype=torch.int64), vocabulary_size
+    )
 
 
 def _render(messages: Sequence[Any], tokenizer: Any) -> list[int]:

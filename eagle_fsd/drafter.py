@@ -44,6 +44,11 @@ class Drafter(Protocol):
         ...
 
     @property
+    def has_reduced_vocabulary(self) -> bool:
+        """Whether its law is zero on some tokens by construction."""
+        ...
+
+    @property
     def max_positions(self) -> int | None:
         """The longest sequence that it drafts for; None for any."""
         ...
@@ -76,6 +81,7 @@ class HeadDrafter:
     """
 
     has_draft_probs = True
+    has_reduced_vocabulary = False
 
     def __init__(self, head: DraftHead, target: TargetModel) -> None:
         self.head = head
@@ -155,6 +161,68 @@ class HeadDrafter:
     def _law(self, features: Tensor) -> Tensor:
         """[K, H] -> [K, V] float32 log q."""
         return self._target.logits(features.to(self._target.dtype)).float().log_softmax(dim=-1)
+
+
+class ModelDrafter:
+    """Grows a chain or a tree with a small language model of the same vocabulary.
+
+    A tree of top_k 1 is the chain of two-model speculative decoding.
+
+    Args:
+        model: the small model, on any device.
+        vocabulary_size: V of the target; the small model may have other padding rows.
+
+    Source: Holsman et al. 2025 (arXiv:2502.20704), whose setting is a chain of five tokens.
+    """
+
+    has_draft_probs = True
+
+    def __init__(self, model: TargetModel, vocabulary_size: int) -> None:
+        self.max_positions: int | None = model.max_positions
+        self.has_reduced_vocabulary = model.vocabulary_size < vocabulary_size
+        self._model = model
+        self._vocabulary_size = vocabulary_size
+        self._unread = torch.empty(0, dtype=torch.int64)
+        self._is_root_read = False
+
+    def start(self, capacity: int) -> None:
+        self._model.start(capacity)
+        self._unread = self._unread[:0]
+        self._is_root_read = False
+
+    def commit(self, token_ids: Tensor, features: Tensor) -> None:  # noqa: ARG002
+        # The root is the first of the tokens that are committed after it was drafted from.
+        self._unread = torch.cat([self._unread, token_ids.cpu()[int(self._is_root_read) :]])
+        self._is_root_read = False
+
+    @torch.inference_mode()
+    def propose(self, root_token_id: int, config: TreeConfig) -> Draft:
+        read = torch.cat([self._unread, torch.tensor([root_token_id])])
+        self._unread, self._is_root_read = self._unread[:0], True
+        law = self._law(self._model.prefill(read).logits)
+        num_committed = self._model.num_rows
+        growth = Growth(root_token_id, config.top_k, law.device)
+        laws = [law]
+        frontier = growth.add_level(*_children(law, config.top_k))
+        lineage = _eye(frontier.token_ids)
+        depths = torch.zeros_like(frontier.token_ids)
+        for level in range(1, config.depth):
+            if level > 1:
+                lineage = torch.cat(
+                    [lineage[frontier.parent_slots], _eye(frontier.token_ids)], dim=1
+                )
+                depths = torch.cat([depths, torch.full_like(frontier.token_ids, level - 1)])
+            laws.append(self._law(self._model.extend(frontier.token_ids, lineage, depths).logits))
+            frontier = growth.add_level(*_children(laws[-1], config.top_k))
+        self._model.truncate(num_committed)
+        tree, law_rows = growth.finish(config.num_draft_tokens)
+        return Draft(tree, torch.cat(laws), law_rows)
+
+    def _law(self, logits: Tensor) -> Tensor:
+        """[K, rows of the small model] -> [K, V] float32 log q, 0 mass on rows that it lacks."""
+        log_probs = logits[:, : self._vocabulary_size].float().log_softmax(dim=-1)
+        missing = self._vocabulary_size - log_probs.shape[-1]
+        return torch.nn.functional.pad(log_probs, (0, missing), value=-torch.inf)
 
 
 def _children(log_probs: Tensor, top_k: int) -> tuple[Tensor, Tensor]:

@@ -89,7 +89,7 @@ class TargetModel:
         self._mask_kind = FAMILIES[self.config.model_type]
         self._prefill_chunk = prefill_chunk
         self._cache = PreallocatedCache(self.config.num_hidden_layers)
-        self._scored_from = 0
+        self._tree_start = 0
         self._cap_or_scale = self._find_output_transform()
 
     @property
@@ -172,13 +172,25 @@ class TargetModel:
     @torch.inference_mode()
     def score(self, tree: DraftTree) -> TargetOutput:
         """One pass over all nodes behind the rows that are there; appends one row a node."""
-        if (
-            tree.num_nodes == 1
-        ):  # the model's own one-token step, so that plain decoding is nothing else
+        self._tree_start = self.num_rows
+        if tree.num_nodes == 1:  # the model's own step, so that plain decoding is nothing else
             features = self._forward(tree.token_ids, None, None)
-        else:
-            positions = tree_position_ids(tree.depths, self.num_rows)
-            features = self._forward(tree.token_ids, self._masks(tree), positions)
+            return TargetOutput(self.logits(features), features)
+        return self.extend(tree.token_ids, ancestor_mask(tree.parents), tree.depths)
+
+    @torch.inference_mode()
+    def extend(self, token_ids: Tensor, ancestors: Tensor, depths: Tensor) -> TargetOutput:
+        """One pass over further nodes of a tree whose first nodes are in the cache already.
+
+        Args:
+            token_ids: [M] int64, the new nodes.
+            ancestors: [M, N] bool, which of the tree's N nodes so far each of them sees.
+            depths: [N] int64, of all nodes so far, the new ones last.
+        """
+        num_prefix = self.num_rows - (depths.numel() - token_ids.numel())
+        positions = tree_position_ids(depths, num_prefix)[-token_ids.numel() :]
+        masks = self._masks(ancestors.to(self.device), depths.to(self.device), num_prefix)
+        features = self._forward(token_ids, masks, positions)
         return TargetOutput(self.logits(features), features)
 
     @torch.inference_mode()
@@ -188,8 +200,11 @@ class TargetModel:
         Args:
             path: tree rows to keep, ascending, the root's 0 included.
         """
-        num_prefix = self._scored_from
-        self._cache.commit(num_prefix, path)
+        self._cache.commit(self._tree_start, path)
+
+    def truncate(self, num_rows: int) -> None:
+        """Drops all rows from `num_rows` on."""
+        self._cache.commit(num_rows, [])
 
     def logits(self, features: Tensor) -> Tensor:
         """What the model's forward makes of features: [..., H] -> [..., V]."""
@@ -203,7 +218,6 @@ class TargetModel:
 
     def _forward(self, token_ids: Tensor, masks: Any, positions: Tensor | None) -> Tensor:
         """[N] ids -> [N, H] features."""
-        self._scored_from = self.num_rows
         if positions is None:
             positions = torch.arange(self.num_rows, self.num_rows + token_ids.numel())
         outputs = self._backbone(
@@ -216,25 +230,24 @@ class TargetModel:
         features: Tensor = outputs.last_hidden_state[0]
         return features.to(self._output_device)
 
-    def _masks(self, tree: DraftTree) -> Tensor | dict[str, Tensor]:
+    def _masks(
+        self, ancestors: Tensor, depths: Tensor, num_prefix: int
+    ) -> Tensor | dict[str, Tensor]:
         """Additive masks in the form that this family's forward takes.
 
         Additive because a bool mask is added as 0 and 1 under eager attention.
         """
-        parents, depths = tree.parents.to(self.device), tree.depths.to(self.device)
-        ancestors = ancestor_mask(parents)
         window = getattr(self.config, "sliding_window", None)
 
         def full() -> Tensor:
-            return additive_mask(ancestors, self.num_rows, self.dtype)
+            return additive_mask(ancestors, num_prefix, self.dtype)
 
         def sliding() -> Tensor:
             assert window is not None
-            return sliding_additive_mask(ancestors, depths, self.num_rows, window, self.dtype)
+            return sliding_additive_mask(ancestors, depths, num_prefix, window, self.dtype)
 
         if self._mask_kind == "tensor":
-            # Llama has no window whatever its config says; the other families apply theirs to every
-            # layer.
+            # Llama has no window whatever its config says; the others apply theirs to all layers.
             return sliding() if window and self.config.model_type != "llama" else full()
         makers = {"full_attention": full, "sliding_attention": sliding}
         return {kind: makers[kind]() for kind in set(self.config.layer_types)}

@@ -32,12 +32,13 @@ def additive_mask(ancestors: Tensor, num_prefix: int, dtype: torch.dtype) -> Ten
     """The mask of full attention, to be added to attention scores.
 
     Args:
-        ancestors: [N, N] bool from `ancestor_mask`.
+        ancestors: [M, N] bool, which of N nodes the last M of them see; all of `ancestor_mask`, or
+            its last rows when the nodes before them are in the cache already.
         num_prefix: rows of the prefix, visible to every node.
         dtype: floating dtype of the model; blocked cells hold its most negative finite value.
 
     Returns:
-        [1, 1, N, num_prefix + N] of `dtype`.
+        [1, 1, M, num_prefix + N] of `dtype`.
     """
     prefix = ancestors.new_ones((ancestors.shape[0], num_prefix))
     return _to_additive(torch.cat([prefix, ancestors], dim=1), dtype)
@@ -49,21 +50,22 @@ def sliding_additive_mask(
     """The mask of sliding-window attention: a visible key is also near enough.
 
     Positions follow depth, not row: a prefix row t sits at position t, a node of depth d at
-        num_prefix + d.
+    num_prefix + d.
 
     Args:
-        ancestors: [N, N] bool from `ancestor_mask`.
-        depths: [N] int64.
+        ancestors: [M, N] bool, as for `additive_mask`.
+        depths: [N] int64, of all nodes.
         num_prefix: rows of the prefix.
         window: positions a query sees, its own included, >= 1.
         dtype: floating dtype of the model.
 
     Returns:
-        [1, 1, N, num_prefix + N] of `dtype`.
+        [1, 1, M, num_prefix + N] of `dtype`.
     """
     positions = tree_position_ids(depths, num_prefix)
     key_positions = torch.cat([torch.arange(num_prefix, device=depths.device), positions])
-    near = positions[:, None] - key_positions[None, :] < window
+    queries = positions[-ancestors.shape[0] :]
+    near = queries[:, None] - key_positions[None, :] < window
     prefix = ancestors.new_ones((ancestors.shape[0], num_prefix))
     return _to_additive(torch.cat([prefix, ancestors], dim=1) & near, dtype)
 

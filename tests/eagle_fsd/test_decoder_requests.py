@@ -243,11 +243,12 @@ def test_the_prompt_tensor_is_not_changed(decoder):
     assert torch.equal(prompt, PROMPT)
 
 
-def test_no_gradient_is_kept(decoder):
-    step = next(iter(decoder.stream(PROMPT, max_new_tokens=5)))
-    assert not step.tokens[0].text or isinstance(step.tokens[0].text, str)
-    assert all(parameter.grad is None for parameter in decoder.target.model.parameters())
+def test_an_open_stream_leaves_gradients_on_for_others(decoder):
+    stream = decoder.stream(PROMPT, max_new_tokens=5)
+    next(stream)
     assert torch.is_grad_enabled()
+    assert not torch.is_inference_mode_enabled()
+    stream.close()
 
 
 def test_nothing_is_planted_on_the_model():
@@ -391,10 +392,15 @@ def test_steps_say_what_was_scored_and_taken():
     target = TargetModel(tiny_model())
     expected = greedy_reference(target.model, PROMPT, 12)
     decoder = SpeculativeDecoder(target, PathDrafter(expected, 3, is_right=True), tree=TREE)
-    steps = list(decoder.stream(PROMPT, max_new_tokens=12, stop_ids=[expected[3]]))
+    steps = list(decoder.stream(PROMPT, max_new_tokens=12, tree="30,4,3", stop_ids=[expected[3]]))
     assert (steps[0].tree, steps[0].path, steps[0].stats) == (None, (), None)
     step = steps[1]
     assert step.tree.token_ids[0] == expected[0]
     assert step.tree.token_ids[list(step.path)].tolist() == [token.id for token in step.tokens]
     assert [token.exact_id for token in step.tokens] == expected[1:4]
     assert all(token.cost == 0.0 for token in step.tokens)
+
+
+def test_a_path_that_is_cut_by_a_stop_string_ends_with_its_last_token():
+    steps, _ = run(scripted(SCRIPT, TOKENIZER), max_new_tokens=12, stop=chr(SCRIPT[3]))
+    assert len(steps[1].tokens) == len(steps[1].path) == 3
