@@ -10,7 +10,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from eagle_fsd.acceptance import add_rule_arguments, rule_from_args
 from eagle_fsd.checkpoint import (
@@ -23,8 +23,17 @@ from eagle_fsd.checkpoint import (
 from eagle_fsd.config import SamplingConfig
 from eagle_fsd.decoder import GenerationResult, SpeculativeDecoder, Step
 from eagle_fsd.default_target import ensure_default_target
+from eagle_fsd.errors import UnsupportedModelError
+from eagle_fsd.target import FAMILIES
 
 USER_ERRORS = (ValueError, TypeError, OSError, RuntimeError)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Tells a wrong flag in one line, as any other error of the user's."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"eagle_fsd: {message}; see {self.prog} --help\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """All commands and their flags."""
-    parser = argparse.ArgumentParser(prog="python -m eagle_fsd", description=__doc__)
+    parser = _Parser(prog="python -m eagle_fsd", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     generate = commands.add_parser(
@@ -90,6 +99,7 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("models")
     group.add_argument("--target", required=True, help="demo, a hub id, a folder or a .gguf file")
     group.add_argument("--draft-head", help="demo, a hub id or a folder in EAGLE's format")
+    group.add_argument("--draft-model", help="instead of a head: a small LM, same tokenizer")
     group.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
     group.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps")
     group.add_argument(
@@ -120,11 +130,19 @@ def _load_decoder(args: argparse.Namespace) -> SpeculativeDecoder:
     return SpeculativeDecoder.from_pretrained(
         args.target,
         draft_head=args.draft_head,
+        draft_model=args.draft_model,
         dtype=args.dtype,
         device=args.device,
         tree=args.tree,
         **{name: value for name, value in options.items() if value is not None},
     )
+
+
+def _require_drafter(args: argparse.Namespace) -> None:
+    if args.draft_head is None and args.draft_model is None:
+        raise ValueError(
+            "nothing drafts: give --draft-head or --draft-model, or use generate --plain"
+        )
 
 
 def _request_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -141,6 +159,8 @@ def _messages(args: argparse.Namespace) -> list[dict[str, str]]:
 def _generate(args: argparse.Namespace) -> int:
     rule = rule_from_args(args)
     messages, options = _messages(args), _request_options(args)
+    if not args.plain:
+        _require_drafter(args)
     decoder = _load_decoder(args)
     if args.plain:
         result = decoder.plain(messages, rule=rule, **options)
@@ -170,6 +190,7 @@ def _stream(
 def _compare(args: argparse.Namespace) -> int:
     rule = rule_from_args(args)
     messages, options = _messages(args), _request_options(args)
+    _require_drafter(args)
     decoder = _load_decoder(args)
     warm_up = options | {"max_new_tokens": min(8, args.max_new_tokens)}
     decoder.plain(messages, **warm_up)
@@ -199,6 +220,11 @@ def _inspect(args: argparse.Namespace) -> int:
     facts = describe_head(head, folder)
     if args.target:
         config = load_target_config(args.target)
+        if config.model_type not in FAMILIES:
+            raise UnsupportedModelError(
+                f"target {args.target!r} is of family {config.model_type!r}; supported families "
+                f"are {', '.join(sorted(FAMILIES))}"
+            )
         check_fit(head.config, config, config.vocab_size)
         facts["fits"] = args.target
     if args.json:

@@ -29,7 +29,7 @@ from typing import ClassVar, Final, Literal, Protocol, get_args, runtime_checkab
 import torch
 from torch import Tensor
 
-from eagle_fsd.divergence import DIVERGENCES, get_divergence, tv, unknown_name
+from eagle_fsd.divergence import DIVERGENCES, get_divergence, unknown_name
 
 Law = Literal["raw", "warped"]
 HeadForm = Literal["min_p", "top_n", "nucleus"]
@@ -63,6 +63,10 @@ class Node:
     stops: Tensor
     num_rescued: int = 0
 
+    def after(self, num_rescued: int) -> Node:
+        """The same node, reached with `num_rescued` rescues in this cycle."""
+        return replace(self, num_rescued=num_rescued)
+
     @cached_property
     def partition(self) -> Partition:
         """The node's law split into stops, children and the rest, computed once."""
@@ -72,6 +76,42 @@ class Node:
     def has_finite_logits(self) -> bool:
         """Whether the logits are free of NaN and +inf and not all -inf, computed once."""
         return math.isfinite(self.target_logits.max().item())
+
+    @cached_property
+    def raw_laws(self) -> tuple[Tensor, Tensor]:
+        """(log p, log q) at temperature 1, each [V], computed once.
+
+        Raises:
+            ValueError: the node has no draft law.
+        """
+        draft = self.draft_log_probs
+        if draft is None:
+            raise ValueError("this node has no draft law; use a rule that needs none")
+        # in the draft's precision, so that equal logits give equal laws
+        return torch.log_softmax(self.target_logits, dim=-1, dtype=draft.dtype), draft
+
+    @cached_property
+    def warped_laws(self) -> tuple[Tensor, Tensor]:
+        """(log p, log q) after the warpers, each [V], computed once.
+
+        Raises:
+            ValueError: the node has no warped draft law.
+        """
+        if self.warped_draft_log_probs is None:
+            raise ValueError("this node has no warped draft law; compare on='raw'")
+        draft = self.warped_draft_log_probs()
+        return self.target_probs.log().to(draft.dtype), draft
+
+    def divergence(self, name: str, on: Law = "raw") -> float:
+        """D(p, q) in nats by a name that `get_divergence` takes; each is computed once."""
+        if (name, on) not in self._divergences:
+            laws = self.raw_laws if on == "raw" else self.warped_laws
+            self._divergences[name, on] = get_divergence(name)(*laws).item()
+        return self._divergences[name, on]
+
+    @cached_property
+    def _divergences(self) -> dict[tuple[str, Law], float]:
+        return {}
 
 
 @dataclass(frozen=True, eq=False)
@@ -421,8 +461,7 @@ class Fuzzy(_RescueRule):
         return self.threshold == 0
 
     def _rescue_prob(self, node: Node) -> float:
-        target, draft = _raw_laws(node) if self.on == "raw" else _warped_laws(node)
-        value = get_divergence(self.divergence)(target, draft).item()
+        value = node.divergence(self.divergence, self.on)
         is_close = value < self.threshold or (self.threshold == math.inf and value == math.inf)
         return 1.0 if is_close else 0.0
 
@@ -601,9 +640,9 @@ class CascadeOpt(_RescueRule):
         return self.alpha == -math.inf
 
     def _rescue_prob(self, node: Node) -> float:
-        target, draft = _raw_laws(node)
+        target, draft = node.raw_laws
         best_target, best_draft = target.max().exp().item(), draft.max().exp().item()
-        return 1.0 if best_draft >= best_target - self.alpha * tv(target, draft).item() else 0.0
+        return 1.0 if best_draft >= best_target - self.alpha * node.divergence("tv") else 0.0
 
 
 @dataclass(frozen=True)
@@ -694,9 +733,9 @@ class Fuzzy2025(_RelaxedRule):
         return replace(_exact_decision(node), descend=not self.chain)
 
     def _relax(self, node: Node) -> Decision:
-        value = get_divergence(self.divergence)(*_raw_laws(node)).item()
         refusal = self._refuse(node)
-        return replace(refusal, take=0) if value <= self.threshold else refusal
+        is_close = node.divergence(self.divergence) <= self.threshold
+        return replace(refusal, take=0) if is_close else refusal
 
 
 @dataclass(frozen=True)
@@ -741,23 +780,6 @@ class Typical(_RelaxedRule):
 
 def _exact_decision(node: Node) -> Decision:
     return Decision(0.0, torch.zeros_like(node.children, dtype=torch.bool))
-
-
-def _raw_laws(node: Node) -> tuple[Tensor, Tensor]:
-    """(log p, log q) at temperature 1, each [V]."""
-    draft = node.draft_log_probs
-    if draft is None:
-        raise ValueError("this node has no draft law; use a rule that needs none")
-    # in the draft's precision, so that equal logits give equal laws
-    return torch.log_softmax(node.target_logits, dim=-1, dtype=draft.dtype), draft
-
-
-def _warped_laws(node: Node) -> tuple[Tensor, Tensor]:
-    """(log p, log q) after the warpers, each [V]."""
-    if node.warped_draft_log_probs is None:
-        raise ValueError("this node has no warped draft law; compare on='raw'")
-    draft = node.warped_draft_log_probs()
-    return node.target_probs.log().to(draft.dtype), draft
 
 
 def _odds_of_going_on(node: Node) -> float:

@@ -6,6 +6,7 @@ import json
 import logging
 import pickle
 import shutil
+import struct
 import tempfile
 from dataclasses import fields
 from pathlib import Path
@@ -34,6 +35,20 @@ WEIGHTS, OLD_WEIGHTS, CONFIG = "model.safetensors", "pytorch_model.bin", "config
 DEMO_HEAD = Path(__file__).parent / "heads" / "smollm2-135m"
 # Buffers that old checkpoints carry and that follow from the config.
 _DERIVED = ("rotary_emb.inv_freq",)
+# What torch and safetensors raise for damaged files: a broken pickle fails wherever it is read.
+_DAMAGED = (
+    SafetensorError,
+    pickle.UnpicklingError,
+    struct.error,
+    EOFError,
+    OSError,
+    RuntimeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    TypeError,
+    AssertionError,
+)
 
 
 def load_target(target: str | Path, **options: Any) -> tuple[PreTrainedModel, Any]:
@@ -46,7 +61,8 @@ def load_target(target: str | Path, **options: Any) -> tuple[PreTrainedModel, An
 
     Raises:
         FileNotFoundError: for a path that is not there.
-        ValueError: for a hub id that cannot be loaded, or files that make no causal LM.
+        TypeError: for a target that is neither text nor a path.
+        ValueError: for a hub id that cannot be loaded, or files that make no whole causal LM.
     """
     shared = {key: options[key] for key in ("revision", "token") if options.get(key) is not None}
     options = {key: value for key, value in options.items() if value is not None}
@@ -55,10 +71,18 @@ def load_target(target: str | Path, **options: Any) -> tuple[PreTrainedModel, An
         # Left in its blocks, a GGUF target dequantizes at every call and cannot be saved.
         options.setdefault("quantization_config", GgufConfig(dequantize=True))
     try:
-        model = AutoModelForCausalLM.from_pretrained(source, **files, **options)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            source, **files, **options, output_loading_info=True
+        )
         tokenizer = _load_tokenizer(source, files, shared)
     except (OSError, ValueError, KeyError, SafetensorError, RuntimeError) as error:
         raise ValueError(f"cannot load target {str(target)!r}: {_first_line(error)}") from error
+    model, report = loaded
+    if missing := sorted(report["missing_keys"]):  # transformers fills them with random numbers
+        raise ValueError(
+            f"cannot load target {str(target)!r}: {len(missing)} tensors are missing, the "
+            f"first is {missing[0]!r}"
+        )
     return model.eval(), tokenizer
 
 
@@ -86,6 +110,11 @@ def load_target_config(target: str | Path) -> Any:
 
 def _locate_target(target: str | Path) -> tuple[str, dict[str, str]]:
     """What transformers loads from, and the extra arguments that name the file."""
+    if not isinstance(target, str | Path):
+        raise TypeError(
+            f"target must be a hub id, a path or a loaded transformers model, got "
+            f"{type(target).__name__}"
+        )
     if target == DEMO:
         return str(ensure_default_target()), {}
     path = Path(target).expanduser()
@@ -123,8 +152,11 @@ def locate_head(
 
     Raises:
         FileNotFoundError: for a path that is not there.
+        TypeError: for a head that is neither text nor a path.
         ValueError: for a hub id that cannot be had.
     """
+    if not isinstance(head, str | Path):
+        raise TypeError(f"draft_head must be a hub id or a path, got {type(head).__name__}")
     if head == DEMO:
         return DEMO_HEAD
     path = Path(head).expanduser()
@@ -190,7 +222,7 @@ def save_head(head: DraftHead, folder: str | Path, extras: dict[str, Any] | None
         ValueError: when the folder holds something that is not a head.
     """
     folder = Path(folder)
-    if folder.exists() and any(folder.iterdir()) and not (folder / CONFIG).is_file():
+    if folder.exists() and any(folder.iterdir()) and not _holds_head(folder):
         raise ValueError(
             f"folder {folder} holds files that are not a draft head; choose another or empty it"
         )
@@ -270,6 +302,10 @@ def _target_rope(config: Any) -> dict[str, Any]:
     return full
 
 
+def _holds_head(folder: Path) -> bool:
+    return (folder / CONFIG).is_file() and _read_config(folder).get("num_hidden_layers") == 1
+
+
 def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG
     if not path.is_file():
@@ -285,28 +321,34 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
     """The checkpoint's tensors, on the CPU; nothing in a pickled file is run."""
-    path, old = folder / WEIGHTS, folder / OLD_WEIGHTS
+    path = folder / WEIGHTS
+    if not path.is_file():
+        path = folder / OLD_WEIGHTS
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"draft head folder {folder} has neither {WEIGHTS} nor {OLD_WEIGHTS}"
+        )
     try:
-        if path.is_file():
+        if path.name == WEIGHTS:
             tensors = load_file(path)
-        elif old.is_file():
-            tensors = torch.load(old, map_location="cpu", weights_only=True)
-            path = old
         else:
-            raise FileNotFoundError(
-                f"draft head folder {folder} has neither {WEIGHTS} nor {OLD_WEIGHTS}"
-            )
-    except (SafetensorError, pickle.UnpicklingError, EOFError, RuntimeError) as error:
+            tensors = torch.load(path, map_location="cpu", weights_only=True)
+    except _DAMAGED as error:
+        # Not torch's own text, which advises to run what is in the file.
         raise ValueError(
-            f"draft head weights are corrupted or cut off: {path}: {_first_line(error)}"
+            f"draft head weights are corrupted or cut off: {path} ({type(error).__name__})"
         ) from error
     if (
         not isinstance(tensors, dict)
-        or not all(isinstance(value, Tensor) for value in tensors.values())
         or not tensors
+        or not all(map(_is_named_tensor, tensors.items()))
     ):
         raise ValueError(f"{path} must hold named tensors, as an EAGLE head does")
     return {name: value for name, value in tensors.items() if not name.endswith(_DERIVED)}
+
+
+def _is_named_tensor(item: tuple[object, object]) -> bool:
+    return isinstance(item[0], str) and isinstance(item[1], Tensor)
 
 
 def _refuse_eagle3(folder: Path, raw: dict[str, Any], tensors: dict[str, Tensor]) -> None:
@@ -347,7 +389,7 @@ def _head_config(folder: Path, raw: dict[str, Any], tensors: dict[str, Tensor]) 
         raise ValueError(
             f"{folder / CONFIG} lacks {error.args[0]!r}, which a draft head needs"
         ) from error
-    except (TypeError, ZeroDivisionError) as error:
+    except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
         raise ValueError(
             f"{folder / CONFIG} is not the config of a draft head: {_first_line(error)}"
         ) from error
@@ -411,6 +453,11 @@ def _compare_tensors(
             raise ValueError(
                 f"draft head {folder}: {name} is {list(tensors[name].shape)}, its config asks for "
                 f"{list(shape)}"
+            )
+        if not tensors[name].is_floating_point():
+            raise ValueError(
+                f"draft head {folder}: {name} is {tensors[name].dtype}; only float32, bfloat16 and "
+                f"float16 weights are supported"
             )
 
 

@@ -6,7 +6,7 @@ import math
 import secrets
 import threading
 import time
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -29,7 +29,8 @@ from eagle_fsd.chat import (
 from eagle_fsd.checkpoint import check_fit, load_head, load_target
 from eagle_fsd.config import SamplingConfig, TreeConfig
 from eagle_fsd.device import resolve_device, synchronize
-from eagle_fsd.drafter import Draft, Drafter, HeadDrafter
+from eagle_fsd.divergence import is_infinite_under_reduced_vocab
+from eagle_fsd.drafter import Draft, Drafter, HeadDrafter, ModelDrafter
 from eagle_fsd.sampling import SeededNoise
 from eagle_fsd.stats import GenerationStats, StepStats
 from eagle_fsd.target import Target, TargetModel
@@ -37,6 +38,7 @@ from eagle_fsd.verify import EmittedToken, Origin, Verdict, Verifier
 from tree import DraftTree
 
 FinishReason = Literal["stop", "length", "context"]
+Observer = Callable[[Draft, Tensor, Verifier], None]
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -44,8 +46,10 @@ class GenerateOptions(TypedDict, total=False):
 
     Attributes:
         rule: an AcceptanceRule, or its name or written form ("fuzzy", "fuzzy:0.3:js"); default
-        "exact". threshold, divergence, on, budget, ...: the rule's own knobs, when it is given by
-        name. temperature, top_p, top_k, min_p: see SamplingConfig.
+            "exact".
+        threshold, divergence, on, budget: knobs of a rule that is given by name; so are the other
+            rules' knobs (bound, alpha, ...), see acceptance.py.
+        temperature, top_p, top_k, min_p: see SamplingConfig.
         max_new_tokens: >= 1, default 256.
         stop: one stop string or several; the text ends before it, the ids with the token that
             completed it.
@@ -53,6 +57,8 @@ class GenerateOptions(TypedDict, total=False):
             generation config and the tokenizer.
         seed: of all randomness; None draws one, which the statistics report. Default 0.
         tree: a TreeConfig for this request, or "N,DEPTH,K" or "auto".
+        observer: called with each scored tree, its logits [N, V] and the verifier, before the tree
+            is verified; for recording.
         profile: wait for the device after each phase, so that `phases_s` is right on a GPU
             (slower).
     """
@@ -67,6 +73,7 @@ class GenerateOptions(TypedDict, total=False):
     stop_ids: int | Sequence[int]
     seed: int | None
     tree: TreeConfig | str | None
+    observer: Observer | None
     profile: bool
     threshold: float
     divergence: str
@@ -142,6 +149,7 @@ class _Request:
     max_new_tokens: int
     stop_strings: tuple[str, ...]
     seed: int
+    observer: Observer | None
     profile: bool
 
 
@@ -170,11 +178,12 @@ class SpeculativeDecoder:
         self._owner: int | None = None
 
     @classmethod
-    def from_pretrained(
+    def from_pretrained(  # noqa: PLR0913 - the public call, all but the target by keyword
         cls,
         target: str | Path | PreTrainedModel,
         *,
         draft_head: str | Path | None = None,
+        draft_model: str | Path | PreTrainedModel | None = None,
         tokenizer: Any | None = None,
         dtype: str | torch.dtype = "auto",
         device: str | torch.device = "auto",
@@ -186,6 +195,8 @@ class SpeculativeDecoder:
         Args:
             target: "demo", a hub id, a folder, a .gguf file, or a loaded transformers model.
             draft_head: "demo", a hub id or a folder in EAGLE's format.
+            draft_model: instead of a head, a small causal LM of the same tokenizer: a hub id, a
+                folder, a .gguf file, or a loaded model.
             tokenizer: a loaded tokenizer instead of the target's own.
             dtype: "auto" (the checkpoint's), "float32", "bfloat16", "float16" or a torch dtype.
             device: "auto", "cpu", "cuda", "cuda:N" or "mps"; leave it at "auto" with `device_map`.
@@ -209,7 +220,11 @@ class SpeculativeDecoder:
             model, loaded_tokenizer = _load(target, dtype, device, options)
             tokenizer = tokenizer or loaded_tokenizer
         target_model = TargetModel(model)
+        if draft_head is not None and draft_model is not None:
+            raise ValueError("draft_head and draft_model exclude each other; give one of them")
         drafter: Drafter | None = None
+        if draft_model is not None:
+            drafter = _model_drafter(draft_model, target_model, tokenizer)
         if draft_head is not None:
             head = load_head(draft_head, token=options.get("token"))
             check_fit(head.config, model.config, target_model.vocabulary_size)
@@ -249,6 +264,29 @@ class SpeculativeDecoder:
         """
         return _collect(self._run(self._prepare(prompt, dict(options), is_plain=True)))
 
+    def check_rule(self, rule: AcceptanceRule) -> None:
+        """Refuses a rule that the drafter cannot serve.
+
+        Raises:
+            ValueError: the rule needs the draft's law and there is none, or its divergence is
+                infinite by construction.
+        """
+        if rule.needs_draft_probs and not (self.drafter and self.drafter.has_draft_probs):
+            raise ValueError(
+                f"rule {rule.spec!r} compares with the draft's law and this drafter has none"
+            )
+        divergence = getattr(rule, "divergence", None)
+        if (
+            self.drafter is not None
+            and self.drafter.has_reduced_vocabulary
+            and isinstance(divergence, str)
+            and is_infinite_under_reduced_vocab(divergence)
+        ):
+            raise ValueError(
+                f"divergence {divergence!r} is infinite wherever the draft's law is zero, and this "
+                "drafter's vocabulary is reduced; use js, tv or kl_draft_target, or the full one"
+            )
+
     def _prepare(self, prompt: Prompt, options: dict[str, Any], *, is_plain: bool) -> _Request:
         """Checks everything about a request before anything runs."""
         rule = _pop_rule(options)
@@ -256,10 +294,7 @@ class SpeculativeDecoder:
             raise ValueError(
                 f"plain decoding has no tree to relax; leave out rule, got {rule.spec!r}"
             )
-        if rule.needs_draft_probs and not (self.drafter and self.drafter.has_draft_probs):
-            raise ValueError(
-                f"rule {rule.spec!r} compares with the draft's law and this drafter has none"
-            )
+        self.check_rule(rule)
         sampling = SamplingConfig(
             **{f.name: options.pop(f.name) for f in fields(SamplingConfig) if f.name in options}
         )
@@ -270,7 +305,7 @@ class SpeculativeDecoder:
         seed = secrets.randbits(63) if seed is None else _whole_number("seed", seed)
         tree = _tree_config(options.pop("tree", None)) or self.tree
         stop_strings, stop_ids = self._stops(options.pop("stop", None), options.pop("stop_ids", ()))
-        profile = bool(options.pop("profile", False))
+        observer, profile = options.pop("observer", None), bool(options.pop("profile", False))
         if options:
             raise TypeError(
                 f"unsupported options {sorted(options)}; supported are "
@@ -293,6 +328,7 @@ class SpeculativeDecoder:
             max_new_tokens,
             stop_strings,
             seed,
+            observer,
             profile,
         )
 
@@ -400,6 +436,9 @@ class _Session:
         clock.stop("draft")
         output = self._target.score(draft.tree)
         clock.stop("target")
+        if self._request.observer is not None:
+            self._request.observer(draft, output.logits, self._request.verifier)
+            clock.start_phase()
         verdict = self._request.verifier.verify(
             draft, output.logits, self._emitter.num_tokens, self._spent
         )
@@ -529,6 +568,10 @@ class _PhaseClock:
         self.phases_s = {}
         self._last = self._now()
 
+    def start_phase(self) -> None:
+        """Leaves out what has happened since the last phase."""
+        self._last = self._now()
+
     def stop(self, phase: str) -> None:
         now = self._now()
         self.phases_s[phase] = now - self._last
@@ -583,6 +626,31 @@ def _whole_number(name: str, value: Any, minimum: float = -math.inf) -> int:
     if value < minimum:
         raise ValueError(f"{name} must be >= {minimum}, got {value}")
     return value
+
+
+def _model_drafter(
+    draft_model: str | Path | PreTrainedModel, target: TargetModel, tokenizer: Any | None
+) -> ModelDrafter:
+    """A small model beside the target, in its dtype; another tokenizer is refused."""
+    own_tokenizer = None
+    if isinstance(draft_model, PreTrainedModel):
+        model = draft_model
+    else:
+        model, own_tokenizer = load_target(draft_model, dtype=target.dtype)
+        model = model.to(target.output_device)  # type: ignore[arg-type]
+    small = TargetModel(model)
+    if tokenizer is not None and own_tokenizer is not None:
+        sizes = len(tokenizer), len(own_tokenizer)
+        is_same = tokenizer.get_vocab() == own_tokenizer.get_vocab()
+    else:  # ids only: equal up to padding rows is all that can be known
+        sizes = target.vocabulary_size, small.vocabulary_size
+        is_same = sizes[0] == sizes[1]
+    if not is_same:
+        raise ValueError(
+            f"the draft model's tokenizer is not the target's: {sizes[1]} tokens in the draft "
+            f"model and {sizes[0]} in the target; use a draft model of the same family"
+        )
+    return ModelDrafter(small, target.vocabulary_size)
 
 
 def _load(

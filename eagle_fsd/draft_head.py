@@ -76,6 +76,13 @@ class DraftHeadConfig:
                 f"unknown hidden_act {self.hidden_act!r} of a draft head; use a transformers "
                 f"activation name"
             )
+        try:
+            LlamaRotaryEmbedding(self.rotary_config())
+        except KeyError as error:  # an unknown kind, or one that lacks a number
+            raise ValueError(
+                f"rope_parameters of a draft head make no RoPE: {error.args[0]}, got "
+                f"{self.rope_parameters}"
+            ) from error
 
     @classmethod
     def for_target(cls, config: Any, **changes: Any) -> DraftHeadConfig:

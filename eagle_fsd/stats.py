@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -103,7 +104,7 @@ class GenerationStats:
         return self.num_tokens / self.wall_s if self.wall_s else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields and derived figures, ready for JSON."""
+        """All fields and derived figures, ready for JSON, which has no infinity: "inf" then."""
         return {
             "seed": self.seed,
             "rule": self.rule,
@@ -115,8 +116,8 @@ class GenerationStats:
             "num_rescued": self.num_rescued,
             "num_recovered": self.num_recovered,
             "num_bonus": self.num_bonus,
-            "kl_spent": self.kl_spent,
-            "regret_spent": self.regret_spent,
+            "kl_spent": _json_number(self.kl_spent),
+            "regret_spent": _json_number(self.regret_spent),
             "acceptance_length": self.acceptance_length,
             "acceptance_by_depth": self.acceptance_by_depth,
             "tokens_per_second": self.tokens_per_second,
@@ -124,3 +125,7 @@ class GenerationStats:
             "wall_s": self.wall_s,
             "phases_s": self.phases_s,
         }
+
+
+def _json_number(value: float | None) -> float | str | None:
+    return value if value is None or math.isfinite(value) else str(value)

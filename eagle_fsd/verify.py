@@ -100,7 +100,7 @@ class Verifier:
         Raises:
             NonFiniteLogitsError: when the root's own logits are not finite.
         """
-        return _Walk(self, draft, logits, index, spent).run()
+        return _Walk(ScoredTree(draft, logits, self), index, spent).run()
 
 
 def _require_finite(is_finite: bool) -> None:
@@ -112,34 +112,72 @@ def _require_finite(is_finite: bool) -> None:
         )
 
 
+class ScoredTree:
+    """A tree with the target's logits, read once: what walking it needs.
+
+    Attributes:
+        children: for each row its children's rows by token id, in draft order.
+        is_finite: for each row whether its logits are usable.
+        argmax: for each row the best token; empty unless greedy.
+    """
+
+    def __init__(self, draft: Draft, logits: Tensor, verifier: Verifier) -> None:
+        self.draft = draft
+        self.logits = logits
+        self.verifier = verifier
+        self.children: list[dict[int, int]] = [{} for _ in range(draft.tree.num_nodes)]
+        parents, token_ids = draft.tree.parents.tolist(), draft.tree.token_ids.tolist()
+        for row in range(1, draft.tree.num_nodes):
+            self.children[parents[row]][token_ids[row]] = row
+        self.is_finite: list[bool] = finite_rows(logits).tolist()
+        is_greedy = verifier.sampling.is_greedy
+        self.argmax: list[int] = logits.argmax(dim=-1).tolist() if is_greedy else []
+
+    @property
+    def inner_rows(self) -> list[int]:
+        """Rows that have children, ascending."""
+        return [row for row, children in enumerate(self.children) if children]
+
+    def node(self, row: int, num_rescued: int = 0) -> Node:
+        """What a rule sees at a row."""
+        logits, sampling = self.logits[row], self.verifier.sampling
+        law_row = int(self.draft.law_rows[row])
+        draft_log_probs = None
+        if self.draft.log_probs is not None and law_row >= 0:
+            draft_log_probs = self.draft.log_probs[law_row].to(logits.device)
+        # Stop ids past the vocabulary have no probability to keep.
+        stops = sorted(token for token in self.verifier.stop_ids if token < logits.shape[-1])
+        return Node(
+            target_logits=logits,
+            target_probs=law_log_probs(logits, sampling).exp(),
+            draft_log_probs=draft_log_probs,
+            warped_draft_log_probs=(
+                None
+                if draft_log_probs is None
+                else lambda: law_log_probs(draft_log_probs, sampling)
+            ),
+            children=torch.tensor(list(self.children[row]), device=logits.device),
+            stops=torch.tensor(stops, dtype=torch.int64, device=logits.device),
+            num_rescued=num_rescued,
+        )
+
+
 class _Walk:
     """The state of one walk."""
 
-    def __init__(
-        self, verifier: Verifier, draft: Draft, logits: Tensor, index: int, spent: float
-    ) -> None:
-        self._verifier = verifier
-        self._draft = draft
-        self._logits = logits
+    def __init__(self, tree: ScoredTree, index: int, spent: float) -> None:
+        self._tree = tree
+        self._verifier = tree.verifier
         self._index = index
         self._spent = spent
-        self._token_ids: list[int] = draft.tree.token_ids.tolist()
-        self._children: list[dict[int, int]] = [{} for _ in self._token_ids]
-        for row, parent in enumerate(draft.tree.parents.tolist()):
-            if parent >= 0:
-                self._children[parent][self._token_ids[row]] = row
-        self._is_finite: list[bool] = finite_rows(logits).tolist()
-        self._argmax: list[int] = (
-            logits.argmax(dim=-1).tolist() if verifier.sampling.is_greedy else []
-        )
         self._path: list[int] = []
         self._tokens: list[EmittedToken] = []
 
     def run(self) -> Verdict:
-        _require_finite(self._is_finite[0])
+        _require_finite(self._tree.is_finite[0])
         row: int | None = 0
         while row is not None:
-            if row > 0 and not self._is_finite[row]:
+            if row > 0 and not self._tree.is_finite[row]:
                 # Its token was drawn rightly; only what follows it is unknown. As the next root it
                 # is scored once more.
                 self._path.pop()
@@ -150,22 +188,19 @@ class _Walk:
     def _visit(self, row: int) -> int | None:
         """Emits the token that follows `row`; returns the child that the walk goes on with."""
         index = self._index + len(self._tokens)
-        drawn = (
-            self._argmax[row]
-            if self._argmax
-            else self._verifier.draw_finite(self._logits[row], index)
-        )
-        children = self._children[row]
-        if isinstance(self._verifier.rule, Exact) or not children:
+        if self._verifier.sampling.is_greedy:
+            drawn = self._tree.argmax[row]
+        else:
+            drawn = self._verifier.draw_finite(self._tree.logits[row], index)
+        if isinstance(self._verifier.rule, Exact) or not self._tree.children[row]:
             return self._emit_exact(row, drawn, 0.0)
         if self._verifier.sampling.is_greedy:
             return self._visit_greedy(row, drawn)
         return self._visit_sampled(row, drawn, index)
 
     def _visit_greedy(self, row: int, drawn: int) -> int | None:
-        children = self._children[row]
-        node = self._node(row)
-        decision = self._decide(row, node)
+        children = self._tree.children[row]
+        node, decision = self._decide(row)
         if decision.take is not None:
             token = int(node.children[decision.take])
         elif drawn in children or drawn in self._verifier.stop_ids:
@@ -181,9 +216,8 @@ class _Walk:
         return self._go_on(row, token, drawn, cost)
 
     def _visit_sampled(self, row: int, drawn: int, index: int) -> int | None:
-        children = self._children[row]
-        node = self._node(row)
-        decision = self._decide(row, node)
+        children = self._tree.children[row]
+        node, decision = self._decide(row)
         cost = decision_cost(node, decision)
         if not self._affords(cost):
             return self._emit_exact(row, drawn, 0.0, decision.descend)
@@ -203,27 +237,29 @@ class _Walk:
         budget = self._verifier.rule.budget
         return cost <= 0.0 or budget is None or self._spent + cost < budget
 
-    def _decide(self, row: int, node: Node) -> Decision:
+    def _decide(self, row: int) -> tuple[Node, Decision]:
+        num_rescued = sum(token.origin == "rescued" for token in self._tokens)
+        node = self._tree.node(row, num_rescued)
         decision = self._verifier.rule.decide(node)
         # A child without finite logits could not be gone on from, so it is not rescued.
-        finite = [self._is_finite[child] for child in self._children[row].values()]
+        finite = [self._tree.is_finite[child] for child in self._tree.children[row].values()]
         if all(finite):
-            return decision
+            return node, decision
         eligible = decision.eligible & torch.tensor(finite, device=decision.eligible.device)
         rescue_prob = decision.rescue_prob if bool(eligible.any()) else 0.0
         take = decision.take if decision.take is None or finite[decision.take] else None
-        return Decision(rescue_prob, eligible, take, decision.descend)
+        return node, Decision(rescue_prob, eligible, take, decision.descend)
 
     def _emit_exact(self, row: int, drawn: int, cost: float, descend: bool = True) -> int | None:
         """Emits the exact draw; the walk goes on when it is a child and no stop."""
-        children = self._children[row]
+        children = self._tree.children[row]
         if drawn in children and descend:
             return self._go_on(row, drawn, drawn, cost)
         self._emit(EmittedToken(drawn, "recovered" if children else "bonus", cost, drawn))
         return None
 
     def _go_on(self, row: int, token: int, drawn: int, cost: float) -> int | None:
-        child = self._children[row][token]
+        child = self._tree.children[row][token]
         self._path.append(child)
         self._emit(EmittedToken(token, "accepted" if token == drawn else "rescued", cost, drawn))
         return None if token in self._verifier.stop_ids else child
@@ -231,31 +267,3 @@ class _Walk:
     def _emit(self, token: EmittedToken) -> None:
         self._tokens.append(token)
         self._spent += token.cost
-
-    def _stops(self, logits: Tensor) -> Tensor:
-        """[S] int64; ids past the vocabulary have no probability to keep."""
-        ids = sorted(token for token in self._verifier.stop_ids if token < logits.shape[-1])
-        return torch.tensor(ids, dtype=torch.int64, device=logits.device)
-
-    def _node(self, row: int) -> Node:
-        logits = self._logits[row]
-        children = torch.tensor(list(self._children[row]), device=logits.device)
-        law_row = int(self._draft.law_rows[row])
-        draft_log_probs = None
-        if self._draft.log_probs is not None and law_row >= 0:
-            draft_log_probs = self._draft.log_probs[law_row].to(logits.device)
-        sampling = self._verifier.sampling
-        num_rescued = sum(token.origin == "rescued" for token in self._tokens)
-        return Node(
-            target_logits=logits,
-            target_probs=law_log_probs(logits, sampling).exp(),
-            draft_log_probs=draft_log_probs,
-            warped_draft_log_probs=(
-                None
-                if draft_log_probs is None
-                else lambda: law_log_probs(draft_log_probs, sampling)
-            ),
-            children=children,
-            stops=self._stops(logits),
-            num_rescued=num_rescued,
-        )

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from eagle_fsd.config import TreeConfig
 from eagle_fsd.decoder import GenerationResult, SpeculativeDecoder, Step
 from eagle_fsd.target import TargetOutput
 from tests.stubs import PathDrafter
@@ -26,7 +27,7 @@ TEMPLATE = (
 
 
 def byte_tokenizer(chat_template: str | None = TEMPLATE, **options: Any) -> PreTrainedTokenizerFast:
-    """Byte-level BPE: 256 bytes, "ab", "abc", half an emoji, two special tokens and one that shows."""
+    """Byte-level BPE: bytes, "ab", "abc", half an emoji, two special tokens, one that shows."""
     letters = bytes_to_unicode()
     first, second = letters[0xF0], letters[0x9F]  # every emoji of the main block begins with these
     merges = [("a", "b"), ("ab", "c"), (first, second)]
@@ -99,8 +100,6 @@ def scripted(
     **options: Any,
 ) -> SpeculativeDecoder:
     """A decoder whose answer is `script`, drafted by an oracle (or by one that is always wrong)."""
-    from eagle_fsd.config import TreeConfig
-
     drafter = PathDrafter(script, PROMPT.shape[1], is_right=is_right)
     target = ScriptTarget(script, **options)
     return SpeculativeDecoder(target, drafter, tokenizer, TreeConfig.parse(tree))

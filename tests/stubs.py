@@ -126,6 +126,7 @@ class PathDrafter:
     """
 
     has_draft_probs = False
+    has_reduced_vocabulary = False
     max_positions: int | None = None
 
     def __init__(
@@ -229,6 +230,7 @@ class TableDrafter:
     """
 
     has_draft_probs = True
+    has_reduced_vocabulary = False
     max_positions: int | None = None
 
     def __init__(self, log_probs: Tensor) -> None:

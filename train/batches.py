@@ -5,12 +5,15 @@ from dataclasses import dataclass
 from hashlib import sha256
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from train.features import FeatureRequest, FeatureSource
 from train.losses import Batch, add_feature_noise, training_rows
 from train.shards import TokenShards
+
+Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -23,18 +26,18 @@ class Pieces:
         num_supervised: [N] int64, >= 1.
     """
 
-    conversations: np.ndarray
-    starts: np.ndarray
-    stops: np.ndarray
-    num_supervised: np.ndarray
+    conversations: Ints
+    starts: Ints
+    stops: Ints
+    num_supervised: Ints
 
     def __len__(self) -> int:
         return len(self.starts)
 
     @property
-    def num_rows(self) -> np.ndarray:
+    def num_rows(self) -> Ints:
         """[N] int64."""
-        rows: np.ndarray = self.stops - self.starts
+        rows: Ints = self.stops - self.starts
         return rows
 
     @classmethod
@@ -71,7 +74,7 @@ class Plan:
         self._seed = seed
         self._num_rows = pieces.num_rows
         self._first_steps = [0]
-        self._current: tuple[int, list[np.ndarray]] = (-1, [])
+        self._current: tuple[int, list[Ints]] = (-1, [])
 
     def num_steps(self, num_epochs: float) -> int:
         """Steps of so many epochs, at least one."""
@@ -81,7 +84,7 @@ class Plan:
             steps += round((num_epochs - whole) * len(self._epoch(whole)))
         return max(1, steps)
 
-    def batch(self, step: int) -> np.ndarray:
+    def batch(self, step: int) -> Ints:
         """The pieces of batch `step` >= 0, longest first."""
         while self._first_steps[-1] <= step:
             epoch = len(self._first_steps) - 1
@@ -89,16 +92,16 @@ class Plan:
         epoch = int(np.searchsorted(self._first_steps, step, side="right")) - 1
         return self._epoch(epoch)[step - self._first_steps[epoch]]
 
-    def _epoch(self, epoch: int) -> list[np.ndarray]:
+    def _epoch(self, epoch: int) -> list[Ints]:
         if self._current[0] != epoch:
             order = np.random.default_rng([self._seed, epoch]).permutation(len(self.pieces))
             self._current = (epoch, list(pack(order, self._num_rows, self._batch_tokens)))
         return self._current[1]
 
 
-def pack(order: np.ndarray, num_rows: np.ndarray, batch_tokens: int) -> list[np.ndarray]:
+def pack(order: Ints, num_rows: Ints, batch_tokens: int) -> list[Ints]:
     """Cuts `order` into batches of at most `batch_tokens` rows (or one piece), longest first."""
-    batches: list[np.ndarray] = []
+    batches: list[Ints] = []
     first = total = 0
     for i, piece in enumerate(order):
         if i > first and total + num_rows[piece] > batch_tokens:
@@ -135,7 +138,7 @@ class BatchLoader:
         self._device = device
         self._feature_noise = feature_noise
 
-    def load(self, chosen: Sequence[int] | np.ndarray, noise_seed: str = "") -> Batch:
+    def load(self, chosen: Sequence[int] | Ints, noise_seed: str = "") -> Batch:
         """The rows of some pieces, at least one, in their order.
 
         Args:

@@ -40,12 +40,23 @@ _WORD = re.compile(r"\w+")
 _DATASET_MAGIC = {b"PAR1": "parquet", b"ARRO": "arrow", b"\xff\xff\xff\xff": "arrow"}
 
 
+class UnusableConversationError(ValueError):
+    """A conversation whose answers cannot be tokenized and marked; the message is the reason."""
+
+
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn. role: "system", "user" or "assistant". content: stripped, not empty."""
+    """One turn.
+
+    Attributes:
+        role: "system", "user" or "assistant".
+        content: stripped, not empty.
+        is_cut: whether a length limit cut the answer off, so that no end of turn is to be learnt.
+    """
 
     role: str
     content: str
+    is_cut: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,7 +357,7 @@ def _usable_messages(row: Mapping[str, Any]) -> tuple[list[Message], str]:
         fault = _fault(role, text, messages)
         if fault or role is None or text is None:
             break
-        messages.append(Message(role, text))
+        messages.append(Message(role, text, _is_cut(turn)))
     while messages and messages[-1].role != "assistant":
         messages.pop()
         fault = fault or "last turn unanswered"
@@ -374,6 +385,11 @@ def _role_and_text(turn: Any) -> tuple[str | None, str | None]:
     return role, _SURROGATE.sub("\ufffd", text).strip() if isinstance(text, str) else None
 
 
+def _is_cut(turn: Mapping[str, Any]) -> bool:
+    """Regenerated answers tell how they ended."""
+    return turn.get("finish_reason") == "length"
+
+
 def _fault(role: str | None, text: str | None, messages: Sequence[Message]) -> str:
     """What is wrong with a turn after `messages`, "" if nothing is."""
     last = messages[-1].role if messages else "system"
@@ -385,6 +401,7 @@ def _fault(role: str | None, text: str | None, messages: Sequence[Message]) -> s
         "assistant first": role == "assistant" and last == "system",
         "two user turns in a row": role == last == "user",
         "two assistant turns in a row": role == last == "assistant",
+        "turn after an answer that was cut off": bool(messages) and messages[-1].is_cut,
     }
     return next((name for name, holds in faults.items() if holds), "")
 

@@ -2,8 +2,9 @@
 
     python -m train.fit --shards shards --target demo --output run --steps 20 --live-prompts 2
 
-Several processes or machines: `accelerate launch -m train.fit` with the same flags. Every process
-takes its share of each batch, so the batches, and up to rounding the weights, are those of one.
+Several processes or machines: `accelerate launch -m train.fit` with the same flags (on CPUs, where
+that starts one process, `torchrun --nproc-per-node 2 -m train.fit`). Every process takes its share
+of each batch, so the batches, and up to rounding the weights, are those of one process.
 """
 
 import argparse
@@ -14,10 +15,9 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,172 +26,40 @@ from torch import Tensor
 from tqdm import tqdm
 
 from eagle_fsd.checkpoint import check_fit, load_head
-from eagle_fsd.config import TreeConfig
 from eagle_fsd.device import peak_memory_bytes, synchronize
 from eagle_fsd.draft_head import DraftHead, DraftHeadConfig
 from eagle_fsd.target import TargetModel
-from train.batches import BatchLoader, Pieces, Plan, pack
+from train.batches import BatchLoader, Ints, Pieces, Plan, pack
 from train.features import (
     DTYPES,
     CachedFeatures,
     FeatureSource,
     TargetFeatures,
-    check_tokenizer,
+    check_shards,
     load_for_training,
     shards_identity,
     target_identity,
 )
-from train.losses import BatchLoss, LossConfig, TargetLaw, batch_loss
+from train.fit_config import FitConfig
+from train.losses import BatchLoss, TargetLaw, batch_loss
 from train.run_folder import RunFolder, head_sha256, provenance
 from train.shards import TokenShards
-from train.validation import LiveConfig, live_prompts, measure_agreement, measure_live
+from train.validation import (
+    agreement_figures,
+    agreement_sums,
+    live_counts,
+    live_prompts,
+)
 from train.vocab import build_vocab, read_vocab, vocab_sha256
 
 LOGGER = logging.getLogger(__name__)
 
 FEW_CONVERSATIONS = 1000
 WARM_UP_STEPS = 2  # of a benchmark, not timed
-TRACKERS = ("auto", "tensorboard", "none")
 
 
 class NonFiniteLossError(RuntimeError):
     """The loss or its gradient is NaN or infinite; the message names the batch."""
-
-
-@dataclass(frozen=True)
-class FitConfig:
-    """The settings of a run; each is a flag of the command.
-
-    Raises:
-        ValueError: if a value is out of its range.
-    """
-
-    shards: str
-    target: str
-    output: str | None = None
-    features: str | None = None
-    init: str | None = None
-    draft_vocab: str = "full"
-    unroll: int = 1
-    unroll_decay: float = 0.8
-    smooth_l1: float = 0.0
-    feature_noise: float = 0.0
-    steps: int | None = None
-    epochs: float = 1.0
-    limit_minutes: float | None = None
-    batch_tokens: int = 4096
-    max_length: int = 2048
-    lr: float = 2e-3
-    warmup: float = 0.02
-    weight_decay: float = 0.0
-    clip: float = 0.5
-    bias: bool = False
-    dtype: str = "bfloat16"
-    device: str = "auto"
-    seed: int = 0
-    log_every: int = 10
-    eval_every: int = 500
-    eval_tokens: int = 32768
-    live_prompts: int = 8
-    live_tokens: int = 64
-    live_tree: str = "59,6,10"
-    save_every: int = 100
-    resume: bool = False
-    tracker: str = "auto"
-    num_threads: int | None = None
-    benchmark: int | None = None
-
-    def __post_init__(self) -> None:
-        whole = "unroll batch_tokens max_length log_every eval_every eval_tokens save_every"
-        for name in (*whole.split(), "steps", "num_threads", "benchmark", "live_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be >= 1, got {value}")
-        for name in ("lr", "clip", "epochs", "limit_minutes"):
-            value = getattr(self, name)
-            if value is not None and not 0.0 < value < math.inf:
-                raise ValueError(f"{name} must be > 0, got {value}")
-        for name in ("weight_decay", "feature_noise", "live_prompts"):
-            value = getattr(self, name)
-            if not 0.0 <= value < math.inf:
-                raise ValueError(f"{name} must be >= 0, got {value}; 0 turns it off")
-        if not 0.0 <= self.warmup < 1.0:
-            raise ValueError(f"warmup must be a share in [0, 1) of the run, got {self.warmup}")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {list(DTYPES)}, got {self.dtype!r}")
-        if self.device not in ("auto", "cpu"):
-            raise ValueError(f"device must be auto or cpu, got {self.device!r}")
-        if self.tracker not in TRACKERS:
-            raise ValueError(f"tracker must be one of {list(TRACKERS)}, got {self.tracker!r}")
-        if self.output is None and self.benchmark is None:
-            raise ValueError("output is needed: name a folder with --output")
-        self.loss_config()
-        self.live_config()
-
-    def loss_config(self) -> LossConfig:
-        """What is minimised."""
-        return LossConfig(self.unroll, self.unroll_decay, self.smooth_l1)
-
-    def live_config(self) -> LiveConfig:
-        """The live check."""
-        tree = TreeConfig.parse(self.live_tree) or TreeConfig.default("cpu")
-        return LiveConfig(self.live_prompts, self.live_tokens, tree)
-
-    @classmethod
-    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
-        def add(name: str, help: str, **options: Any) -> None:
-            default = getattr(cls, name.removeprefix("--").replace("-", "_"), None)
-            shown = "" if default is None else f" (default {default})"
-            parser.add_argument(name, help=help + shown, default=default, **options)
-
-        add("--shards", "token shards of train.prepare", metavar="DIR", required=True)
-        add("--target", "demo, a hub id, a folder or a .gguf file", required=True)
-        add("--output", "folder of the run", metavar="DIR")
-        add("--features", "folder of train.features; computed as they are needed without it")
-        add("--init", "head to start from: demo, a folder or a hub id", metavar="HEAD")
-        add("--draft-vocab", "full, a file of train.vocab, or a number of tokens")
-        add("--unroll", "steps in which the head is fed its own features", type=int)
-        add("--unroll-decay", "weight of an unrolled step over that of the one before", type=float)
-        add("--smooth-l1", "weight of SmoothL1 on the features", type=float)
-        add("--feature-noise", "amplitude of uniform noise on the features, EAGLE: 0.2", type=float)
-        add("--steps", "optimizer steps, instead of --epochs", type=int)
-        add("--epochs", "passes over the shards", type=float)
-        add("--limit-minutes", "end by then, the schedule made to fit", type=float)
-        add("--batch-tokens", "rows of a batch, over all processes", type=int)
-        add("--max-length", "rows of a conversation that see each other", type=int)
-        add("--lr", "peak learning rate", type=float)
-        add("--warmup", "share of the run in which the rate rises", type=float)
-        add("--weight-decay", "of AdamW", type=float)
-        add("--clip", "largest norm of the gradient", type=float)
-        add("--bias", "whether fc has a bias; other engines want none",
-            action=argparse.BooleanOptionalAction)  # fmt: skip
-        add("--dtype", "of the target and of autocast", choices=list(DTYPES))
-        add("--device", "auto or cpu", choices=("auto", "cpu"))
-        add("--seed", "of the first weights, the order and the noise", type=int)
-        add("--log-every", "steps", type=int)
-        add("--eval-every", "steps", type=int)
-        add("--eval-tokens", "held-out rows looked at", type=int)
-        add("--live-prompts", "held-out prompts decoded, 0 for none", type=int)
-        add("--live-tokens", "new tokens of each", type=int)
-        add("--live-tree", "N,DEPTH,K")
-        add("--save-every", "steps", type=int)
-        add("--resume", "go on from the folder's checkpoint", action="store_true")
-        add("--tracker", "auto is tensorboard where it is installed", choices=TRACKERS)
-        add("--num-threads", "CPU threads", type=int)
-        add("--benchmark", "time so many steps, print tokens/s, write nothing", type=int)
-
-    @classmethod
-    def from_args(cls, args: argparse.Namespace) -> Self:
-        return cls(**{field.name: getattr(args, field.name) for field in fields(cls)})
-
-    def deciding(self) -> dict[str, Any]:
-        """The settings that the weights depend on, with those that the data decide left out."""
-        free = {
-            "shards", "output", "features", "init", "draft_vocab", "steps", "epochs", "log_every",
-            "limit_minutes", "eval_every", "eval_tokens", "live_prompts", "live_tokens",
-            "live_tree", "save_every", "resume", "tracker", "num_threads", "benchmark", "device",
-        }  # fmt: skip
-        return {name: value for name, value in asdict(self).items() if name not in free}
 
 
 @dataclass
@@ -230,7 +98,7 @@ class Trainer:
             self._run.check(resume=config.resume)
         train, held_out = (TokenShards(config.shards, name) for name in ("train", "validation"))
         self.target, self._tokenizer = load_for_training(config.target, config.dtype, self._device)
-        check_tokenizer(config.shards, self.target, self._tokenizer)
+        check_shards(config.shards, self.target, self._tokenizer)
         self.vocab = _draft_vocab(config.draft_vocab, train)
         ids = None if self.vocab is None else torch.tensor(self.vocab["token_ids"])
         self._law = TargetLaw(self.target, ids)
@@ -246,7 +114,8 @@ class Trainer:
         if self._run is not None and config.resume:
             self._restore(self._run)
         self._start = time.perf_counter() - self.progress.elapsed_s
-        self._live = live_prompts(held_out, config.live_prompts)
+        longest = self.target.max_positions - config.live_tokens
+        self._live = live_prompts(held_out, config.live_prompts, longest)
 
     def _set_data(self, train: TokenShards, held_out: TokenShards) -> None:
         config = self.config
@@ -271,7 +140,7 @@ class Trainer:
         folder = self.config.features
         if folder is None:
             return TargetFeatures(self.target)
-        source = CachedFeatures(folder, split, self._device)
+        source = CachedFeatures(folder, split, self._device, self.target.dtype)
         pairs = (
             (
                 "token shards",
@@ -317,7 +186,7 @@ class Trainer:
             bar.update()
             is_last = self._is_over()
             if step % config.log_every == 0 or is_last:
-                self._synchronize()
+                synchronize(self._device)
                 self._log_training(window.record(time.perf_counter() - since), bar)
                 window, since = _Window(), time.perf_counter()
             if self._eval_batches and (step % config.eval_every == 0 or is_last):
@@ -325,6 +194,8 @@ class Trainer:
                 since = time.perf_counter()
             if step % config.save_every == 0 or is_last:
                 self._save()
+        if self.progress.best is None:  # nothing was held out to choose by
+            self._save_head("best")
 
     def _is_over(self) -> bool:
         minutes = self.config.limit_minutes
@@ -358,7 +229,7 @@ class Trainer:
         self.progress.elapsed_s = float(sums[-1])
         return sums[: 2 * self.config.unroll].view(2, -1).T, num_rows
 
-    def _loss(self, chosen: np.ndarray) -> BatchLoss:
+    def _loss(self, chosen: Ints) -> BatchLoss:
         batch = self._loader.load(chosen, f"{self.config.seed} {self.progress.step}")
         with self._autocast():
             return batch_loss(
@@ -376,7 +247,7 @@ class Trainer:
         with torch.no_grad():
             return self.target.embed(token_ids)
 
-    def _share(self, num_items: int) -> np.ndarray:
+    def _share(self, num_items: int) -> Ints:
         """Every process's share of a batch; the order, longest first, makes them alike."""
         return np.arange(
             self._accelerator.process_index, num_items, self._accelerator.num_processes
@@ -413,7 +284,7 @@ class Trainer:
         for group in self._optimizer.param_groups:
             group["lr"] = rate
 
-    def _check_finite(self, losses: Tensor, norm: Tensor, chosen: np.ndarray) -> None:
+    def _check_finite(self, losses: Tensor, norm: Tensor, chosen: Ints) -> None:
         is_bad = ~losses.isfinite().cpu().numpy()
         if not is_bad.any() and bool(norm.isfinite()):
             return
@@ -458,13 +329,15 @@ class Trainer:
         config = self.config
         mine = [self._eval_batches[i] for i in self._share(len(self._eval_batches))]
         with self._autocast():
-            figures = measure_agreement(
-                self.head, self._embed, self._law, mine, self._eval_loader, config.unroll,
-                self._reduce,
-            )  # fmt: skip
+            batches = map(self._eval_loader.load, mine)
+            pairs = ((batch, self._embed(batch.token_ids)) for batch in batches)
+            sums = agreement_sums(self.head, pairs, self._law, config.unroll)
         prompts = [self._live[i] for i in self._share(len(self._live))]
-        figures["live_acceptance_length"] = measure_live(
-            self.head, self.target, self._tokenizer, prompts, config.live_config(), self._reduce
+        counts = live_counts(self.head, self.target, self._tokenizer, prompts, config.live_config())
+        figures = agreement_figures(self._reduce(sums))
+        num_tokens, num_cycles = self._reduce(counts).tolist()
+        figures["live_acceptance_length"] = (
+            round(num_tokens / num_cycles, 4) if num_cycles else None
         )
         record = {"kind": "validation", "step": self.progress.step} | figures
         self._record(record)
@@ -518,18 +391,15 @@ class Trainer:
             },
         }
 
-    def _synchronize(self) -> None:
-        synchronize(self._device)
-
     def benchmark(self, num_steps: int) -> dict[str, Any]:
         """Times `num_steps` steps after two that are not timed."""
         for _ in range(WARM_UP_STEPS):
             self.train_step()
-        self._synchronize()
+        synchronize(self._device)
         start, num_rows = time.perf_counter(), 0
         for _ in range(num_steps):
             num_rows += self.train_step()[1]
-        self._synchronize()
+        synchronize(self._device)
         seconds = time.perf_counter() - start
         return {
             "tokens_per_s": round(num_rows / seconds, 1),
@@ -636,8 +506,11 @@ def fit(config: FitConfig) -> None:
     )
     trainer = Trainer(config, accelerator)
     if config.benchmark is not None:
-        print(json.dumps(trainer.benchmark(config.benchmark)))
+        figures = trainer.benchmark(config.benchmark)
+        if accelerator.is_main_process:
+            print(json.dumps(figures))
         return
+    accelerator.wait_for_everyone()  # all have looked at the folder before anything is written
     if has_tracker:
         accelerator.init_trackers("tracker")
     if accelerator.is_main_process:

@@ -15,8 +15,10 @@ from torch.nn import functional as F
 from eagle_fsd.draft_head import DraftHead
 from eagle_fsd.target import TargetModel
 
-# Rows whose logits exist at one time: large enough for a fast product, small enough for the caches.
-ROWS_AT_ONCE = 256
+# Rows whose logits exist at one time: on a CPU enough for a fast product and few enough for its
+# caches, on an accelerator enough to fill it.
+CPU_ROWS_AT_ONCE = 256
+ROWS_AT_ONCE = 4096
 
 
 @dataclass(frozen=True)
@@ -219,6 +221,12 @@ def is_drafted(lengths: list[int], num_steps: int, device: torch.device) -> Tens
     return index >= torch.arange(num_steps, device=device)[:, None]
 
 
+def row_blocks(features: Tensor) -> list[slice]:
+    """[R, H] cut into blocks whose logits fit."""
+    size = CPU_ROWS_AT_ONCE if features.device.type == "cpu" else ROWS_AT_ONCE
+    return [slice(start, start + size) for start in range(0, features.shape[0], size)]
+
+
 def soft_cross_entropy(predicted: Tensor, targets: Tensor, law: TargetLaw) -> Tensor:
     """Cross-entropy of the head's law on the target's, in nats.
 
@@ -243,8 +251,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, predicted: Tensor, targets: Tensor, law: TargetLaw) -> Tensor:
         losses = predicted.new_empty(predicted.shape[:2], dtype=torch.float32)
         slopes = torch.empty_like(predicted)
-        for start in range(0, targets.shape[0], ROWS_AT_ONCE):
-            rows = slice(start, start + ROWS_AT_ONCE)
+        for rows in row_blocks(targets):
             target_probs = law.logits(targets[rows]).float().softmax(dim=-1)
             for step in range(predicted.shape[0]):
                 losses[step, rows], slopes[step, rows] = _value_and_slope(

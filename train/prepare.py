@@ -5,6 +5,9 @@
 finishes in well under a minute on a laptop. The stages are generators, read -> clean -> exclude ->
 (others, each conversations -> conversations) -> tokenize -> write, so memory does not grow with the
 corpus. A rerun on a finished folder does nothing; an unfinished one is made again.
+
+With `--regenerate` the target answers the conversations anew (see `train.regenerate`). Its answers
+are kept in `regenerated.jsonl` beside the shards, and a run that was killed goes on behind them.
 """
 
 import argparse
@@ -32,10 +35,12 @@ from train.conversations import (
     Conversation,
     Exclusion,
     Tally,
+    UnusableConversationError,
     clean,
     read_rows,
     source_identity,
 )
+from train.regenerate import REGENERATED_FILE, RegenerateConfig, Regenerator
 from train.shards import (
     DEFAULT_SHARD_TOKENS,
     FORMAT_NAME,
@@ -83,6 +88,7 @@ class PrepareConfig:
     limit_tokens: int | None = None
     english_only: bool = False
     shard_tokens: int = DEFAULT_SHARD_TOKENS
+    regenerate: RegenerateConfig | None = None
 
     def __post_init__(self) -> None:
         if not self.input:
@@ -97,6 +103,10 @@ class PrepareConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be >= 1, got {value}")
+        if self.regenerate is not None and self.limit_tokens is not None:
+            raise ValueError(
+                "limit_tokens cannot be known before the answers are regenerated; use limit"
+            )
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
@@ -107,16 +117,24 @@ class PrepareConfig:
         add("--exclude", nargs="+", default=(), metavar="FILE", help="evaluation questions")
         add("--max-length", type=int, default=cls.max_length, metavar="TOKENS")
         add("--validation-fraction", type=float, default=cls.validation_fraction)
-        add("--seed", type=int, default=cls.seed, help="of the split into train and validation")
+        add("--seed", type=int, default=cls.seed, help="of the split and of regenerated answers")
         add("--limit", type=int, metavar="N", help="stop after N conversations kept")
         add("--limit-tokens", type=int, metavar="N", help="stop once N tokens are kept")
         add("--english-only", action="store_true", help="need 90%% ASCII among the letters")
         add("--shard-tokens", type=int, default=cls.shard_tokens, help="tokens per shard file")
+        RegenerateConfig.add_arguments(parser)
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> Self:
         values = {name: getattr(args, name) for name in cls.__dataclass_fields__}
-        return cls(**{**values, "input": tuple(args.input), "exclude": tuple(args.exclude)})
+        return cls(
+            **{
+                **values,
+                "input": tuple(args.input),
+                "exclude": tuple(args.exclude),
+                "regenerate": RegenerateConfig.from_args(args),
+            }
+        )
 
     def identity(self) -> dict[str, Any]:
         """What decides the shards' content, but for the tokenizer.
@@ -130,11 +148,8 @@ class PrepareConfig:
         del values["output"], values["tokenizer"]
         values["input"] = [source_identity(source) for source in self.input]
         values["exclude"] = [_file_sha256(path) for path in self.exclude]
+        values["regenerate"] = self.regenerate and self.regenerate.identity()
         return values
-
-
-class UnusableConversationError(ValueError):
-    """A conversation whose answers cannot be tokenized and marked; the message is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +187,7 @@ class ChatEncoder:
         self._max_length = max_length
         added = tokenizer.added_tokens_decoder
         self._control_tokens = [token.content for token in added.values() if token.special]
-        self._end_of_turn, self._num_trailing = self._closing(set(added))
+        self.end_of_turn, self._num_trailing = self._closing(set(added))
 
     def encode(self, conversation: Conversation) -> Tokenized:
         """The ids up to the last answer that ends within `max_length`, and the answers' mask.
@@ -184,13 +199,43 @@ class ChatEncoder:
                 token, the answers cannot be found, or the prompt alone is over-long.
         """
         chat = conversation.chat()
+        with self._refusing(chat):
+            ids, spans = (self._generation if self.has_generation else self._prefixes)(chat)
+            if conversation.messages[-1].is_cut:
+                spans = self._without_end(chat, ids, spans)
+        return self._fit(ids, spans)
+
+    def prompt(self, chat: list[dict[str, str]]) -> list[int]:
+        """The ids that the target answers after, generation prompt included.
+
+        Raises:
+            UnusableConversationError: if the template refuses the chat or the text holds a control
+                token.
+        """
+        with self._refusing(chat):
+            return self._render(chat, add_generation_prompt=True)["input_ids"]
+
+    @contextmanager
+    def _refusing(self, chat: list[dict[str, str]]) -> Iterator[None]:
         if any(token in each["content"] for each in chat for token in self._control_tokens):
             raise UnusableConversationError("control token in the text")
         try:
-            ids, spans = (self._generation if self.has_generation else self._prefixes)(chat)
+            yield
         except TemplateError as error:
             raise UnusableConversationError(f"template refuses it: {error}") from error
-        return self._fit(ids, spans)
+
+    def _without_end(
+        self, chat: list[dict[str, str]], ids: list[int], spans: list[tuple[int, int]]
+    ) -> list[tuple[int, int]]:
+        """The spans, the last one without what the template writes after an answer.
+
+        That begins where the ids part from those of the same chat with a longer answer.
+        """
+        longer = [*chat[:-1], {**chat[-1], "content": f"{chat[-1]['content']} {_PROBE}"}]
+        pairs = zip(ids, self._render(longer)["input_ids"], strict=False)
+        end = next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), len(ids))
+        cut = [(start, min(stop, end)) for start, stop in spans]
+        return [(start, stop) for start, stop in cut if start < stop]
 
     def _fit(self, ids: list[int], spans: list[tuple[int, int]]) -> Tokenized:
         """Nothing follows the last answer that is kept: it could not be learnt from."""
@@ -232,7 +277,7 @@ class ChatEncoder:
 
     def _to_end_of_turn(self, ids: list[int], start: int, end: int) -> tuple[int, int]:
         """The block of a template may stop short of the end-of-turn token or go on after it."""
-        token = self._end_of_turn
+        token = self.end_of_turn
         if token is None:
             return start, end
         if ids[end : end + 1] == [token]:
@@ -356,7 +401,20 @@ def prepare(config: PrepareConfig, stages: Sequence[Stage] = ()) -> dict[str, An
     with _unfinished(output, identity):
         dtype = token_dtype(len(tokenizer))
         writers = {name: ShardWriter(output / name, dtype, config.shard_tokens) for name in SPLITS}
-        all_stages: list[Stage] = [partial(exclusion.drop, tally=tally), *stages]
+        exclude = partial(exclusion.drop, tally=tally)
+        all_stages: list[Stage] = [exclude, *stages]
+        if config.regenerate is not None:
+            regenerator = Regenerator(
+                config.regenerate,
+                output / REGENERATED_FILE,
+                encoder,
+                tokenizer,
+                seed=config.seed,
+                max_length=config.max_length,
+                limit=config.limit,
+            )
+            # The target may know an evaluation question by heart.
+            all_stages += [partial(regenerator.stage, tally=tally), exclude]
         _write(config, all_stages, encoder, writers, tally)
         _check_supervised(writers, tally)
         splits = {name: writer.summary() for name, writer in writers.items()}
@@ -491,7 +549,8 @@ def _write(
 def _unfinished(output: Path, identity: dict[str, Any]) -> Iterator[None]:
     """Marks the folder as unfinished and empties it of an earlier unfinished run.
 
-    An error leaves nothing behind; a killed run leaves its mark, and the next one starts over.
+    An error leaves nothing behind but answers that were regenerated; a killed run leaves its mark,
+    and the next one starts over.
     """
     _remove_shards(output)
     output.mkdir(parents=True, exist_ok=True)
@@ -501,9 +560,10 @@ def _unfinished(output: Path, identity: dict[str, Any]) -> Iterator[None]:
         (output / UNFINISHED_FILE).unlink()
     except (ValueError, OSError, RuntimeError, ImportError):
         _remove_shards(output)
-        (output / UNFINISHED_FILE).unlink(missing_ok=True)
-        with suppress(OSError):  # a file that is not ours keeps the folder
-            output.rmdir()
+        if not (output / REGENERATED_FILE).exists():
+            (output / UNFINISHED_FILE).unlink(missing_ok=True)
+            with suppress(OSError):  # a file that is not ours keeps the folder
+                output.rmdir()
         raise
 
 

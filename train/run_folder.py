@@ -14,8 +14,7 @@ import torch
 
 from eagle_fsd.checkpoint import save_head
 from eagle_fsd.draft_head import DraftHead
-from train.shards import write_json
-from train.vocab import VOCAB_FILE
+from train.vocab import VOCAB_FILE, write_vocab
 
 CHECKPOINT_FILE = "checkpoint.pt"
 METRICS_FILE = "metrics.jsonl"
@@ -103,7 +102,7 @@ class RunFolder:
         """Writes "best" or "last" in the format of draft heads, with its draft vocabulary."""
         save_head(head, self.folder / name, extras)
         if vocab is not None:
-            write_json(self.folder / name / VOCAB_FILE, vocab)
+            write_vocab(self.folder / name / VOCAB_FILE, vocab)
 
     def log(self, record: dict[str, Any]) -> None:
         """Appends one line to the metrics."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from train.features import shards_identity
-from train.shards import TokenShards, write_json
+from train.shards import TokenShards
 
 VOCAB_FILE = "draft_vocab.json"
 
@@ -74,6 +74,16 @@ def read_vocab(path: str | Path) -> dict[str, Any]:
     return dict(vocab)
 
 
+def write_vocab(path: Path, vocab: dict[str, Any]) -> None:
+    """Writes a draft vocabulary on one line: the whole file or none of it."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        temporary.write_text(json.dumps(vocab) + "\n", encoding="utf-8")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 def vocab_sha256(vocab: dict[str, Any] | None) -> str | None:
     """A digest of the token ids; None for the full vocabulary."""
     if vocab is None:
@@ -91,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         vocab = build_vocab(TokenShards(args.shards), args.size)
         Path(args.output).parent.mkdir(parents=True, exist_ok=True)
-        write_json(Path(args.output), vocab)
+        write_vocab(Path(args.output), vocab)
     except (ValueError, OSError) as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         return 2

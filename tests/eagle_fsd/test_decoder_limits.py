@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -417,13 +418,33 @@ def test_tokens_per_second_counts_the_tokens_of_the_result_over_all_work():
     assert sum(result.stats.phases_s.values()) <= result.stats.wall_s
 
 
-def test_time_that_the_reader_takes_is_not_counted():
-    import time
+def test_time_is_counted_for_work_and_not_for_the_reader(monkeypatch):
+    now = [0.0]
+    clock = SimpleNamespace(perf_counter=lambda: now[0])
+    monkeypatch.setattr("eagle_fsd.decoder.time", clock)
+    decoder = scripted(SCRIPT)
 
-    begin = time.perf_counter()
-    for last in scripted(SCRIPT).stream(PROMPT, max_new_tokens=15):
-        time.sleep(0.1)
-    assert last.result.stats.wall_s < time.perf_counter() - begin - 0.25
+    def slow(work: Any, seconds: float) -> Any:
+        def working(*args: Any) -> Any:
+            now[0] += seconds
+            return work(*args)
+
+        return working
+
+    target = decoder.target
+    target.prefill = slow(target.prefill, 5.0)
+    target.score = slow(target.score, 2.0)
+    target.commit = slow(target.commit, 0.5)
+    steps = []
+    for step in decoder.stream(PROMPT, max_new_tokens=15):
+        steps.append(step)
+        now[0] += 100.0  # the reader
+    stats = steps[-1].result.stats
+    assert len(steps) == 3
+    assert stats.prefill_s == 5.0
+    assert stats.wall_s == 5.0 + 2 * 2.5
+    assert stats.phases_s == {"draft": 0.0, "target": 4.0, "verify": 0.0, "commit": 1.0}
+    assert stats.tokens_per_second == 15 / 10.0
 
 
 def test_to_dict_has_every_count_and_figure():

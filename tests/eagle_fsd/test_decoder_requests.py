@@ -337,7 +337,9 @@ def test_a_second_request_of_the_same_thread_raises_instead_of_hanging():
     decoder = scripted(SCRIPT)
     stream = decoder.stream(PROMPT, max_new_tokens=30)
     next(stream)
-    with pytest.raises(RuntimeError, match=r"still open in this thread; read it to its end or clos"):
+    with pytest.raises(
+        RuntimeError, match=r"still open in this thread; read it to its end or clos"
+    ):
         decoder.generate(PROMPT, max_new_tokens=3)
     assert list(stream)[-1].result.token_ids == SCRIPT[:30]
     assert decoder.plain(PROMPT, max_new_tokens=3).token_ids == SCRIPT[:3]

@@ -16,7 +16,6 @@ from tests.scripted import (
     ABC,
     END,
     EOS,
-    NUM_TOKENS,
     PROMPT,
     THINK,
     ScriptTarget,
@@ -47,7 +46,7 @@ def ids_of(text: str) -> list[int]:
 
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("is_right", [True, False])
-@pytest.mark.parametrize("offset", range(0, 9))
+@pytest.mark.parametrize("offset", range(9))
 def test_a_stop_at_every_offset_of_a_block_ends_the_answer_there(tree, is_right, offset):
     decoder = scripted(
         SCRIPT, tree=tree, is_right=is_right, stop_ids=frozenset({SCRIPT[offset], 200})
@@ -163,7 +162,7 @@ def test_sampled_answers_stop_where_plain_decoding_stops(seed):
 @pytest.mark.parametrize("is_right", [True, False])
 @pytest.mark.parametrize("limit", [1, 2, 3, 5, 6, 7, 8, 9, 15])
 def test_exactly_as_many_tokens_as_asked_for(tree, is_right, limit):
-    steps, result = run(scripted(SCRIPT, tree=tree, is_right=is_right), max_new_tokens=limit)
+    _, result = run(scripted(SCRIPT, tree=tree, is_right=is_right), max_new_tokens=limit)
     assert result.token_ids == SCRIPT[:limit]
     assert result.finish_reason == "length"
     if is_right:  # no cycle too many: each one takes its six drafts and a bonus token
@@ -221,14 +220,12 @@ def test_the_earliest_of_stop_length_and_context_ends_every_run(
 
 
 @pytest.mark.parametrize("tree", ["5,5,1", "12,5,2"])
-@pytest.mark.parametrize("begin", range(0, 9))
+@pytest.mark.parametrize("begin", range(9))
 @pytest.mark.parametrize("length", [1, 2, 4])
 def test_a_stop_string_is_cut_wherever_it_lies_in_a_block(tree, begin, length):
     text = "0123456789ABCDEFGH"
     stop = text[begin : begin + length]
-    steps, result = run(
-        scripted(ids_of(text), TOKENIZER, tree=tree), max_new_tokens=18, stop=stop
-    )
+    steps, result = run(scripted(ids_of(text), TOKENIZER, tree=tree), max_new_tokens=18, stop=stop)
     assert result.text == text[:begin]
     assert result.token_ids == ids_of(text[: begin + length])
     assert result.finish_reason == "stop"
@@ -254,7 +251,7 @@ def test_of_overlapping_stop_strings_the_one_that_is_complete_first_counts(stops
 
 
 def test_held_back_text_is_shown_when_the_stop_string_does_not_come():
-    steps, result = run(scripted(ids_of("xaby"), TOKENIZER), max_new_tokens=4, stop="abc")
+    _, result = run(scripted(ids_of("xaby"), TOKENIZER), max_new_tokens=4, stop="abc")
     assert result.text == "xaby"
     # It does not come either when the limit falls in its middle.
     _, result = run(scripted(ids_of("xabc"), TOKENIZER), max_new_tokens=3, stop="abc")
@@ -283,7 +280,9 @@ def test_a_stop_string_in_the_prompt_does_not_count():
 
 
 def test_a_stop_string_may_be_a_special_token_that_text_never_shows():
-    _, result = run(scripted([*ids_of("ab"), END, ABC], TOKENIZER), max_new_tokens=9, stop="<|end|>")
+    _, result = run(
+        scripted([*ids_of("ab"), END, ABC], TOKENIZER), max_new_tokens=9, stop="<|end|>"
+    )
     assert (result.text, result.token_ids) == ("ab", [*ids_of("ab"), END])
     assert result.finish_reason == "stop"
 
@@ -349,4 +348,3 @@ def test_nothing_is_decoded_after_the_stop():
     decoder = SpeculativeDecoder(target, PathDrafter([10, EOS], 3, is_right=True))
     assert len(decoder.generate(PROMPT, max_new_tokens=50).token_ids) == 2
     assert len(passes) == 1
-    assert NUM_TOKENS < target.vocabulary_size

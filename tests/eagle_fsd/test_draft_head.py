@@ -157,7 +157,7 @@ def test_the_usual_head_has_its_targets_shape(family):
         "rms_norm_eps",
     ):
         assert getattr(head, name) == getattr(config, name)
-    assert not (head.bias or head.qkv_bias or head.own_embeddings)
+    assert head.bias is head.qkv_bias is head.own_embeddings is False
     assert head.rope_parameters["rope_theta"] > 0
 
 
