@@ -1,4 +1,4 @@
-"""Commands: `python -m eagle_fsd generate|compare|inspect|fetch`.
+"""Commands: `python -m eagle_fsd generate|compare|calibrate|inspect|fetch`.
 
 python -m eagle_fsd generate --target demo --draft-head demo --prompt "Why is the sky blue?"
 """
@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from eagle_fsd.acceptance import add_rule_arguments, rule_from_args
+from eagle_fsd.calibrate import calibrate, grid, read_prompts, save
 from eagle_fsd.checkpoint import (
     check_fit,
     describe_head,
@@ -80,6 +81,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     compare.set_defaults(command=_compare)
 
+    _add_calibrate(commands)
+
     inspect = commands.add_parser(
         "inspect", help="say what a draft head is, and whether it fits a target"
     )
@@ -93,6 +96,31 @@ def build_parser() -> argparse.ArgumentParser:
     )
     fetch.set_defaults(command=_fetch)
     return parser
+
+
+def _add_calibrate(commands: Any) -> None:
+    parser = commands.add_parser(
+        "calibrate", help="predict speed and cost of rules on one's own prompts, and pick a knob"
+    )
+    _add_model_arguments(parser)
+    group = parser.add_argument_group("calibration")
+    group.add_argument("--prompts", required=True, help="FastChat questions, JSON lines or text")
+    group.add_argument("--limit", type=int, help="prompts read at most")
+    group.add_argument("--rule", default="fuzzy", help="a rule's name (default fuzzy)")
+    group.add_argument("--divergence", default="", help="one or several, separated by commas")
+    group.add_argument(
+        "--knobs", default="", help="numbers separated by commas, instead of the grid"
+    )
+    group.add_argument("--max-new-tokens", type=int, default=128)
+    group.add_argument("--seed", type=int, default=0)
+    group.add_argument("--output", required=True, help="folder for calibration.json and .png")
+    wishes = parser.add_argument_group("wish (one of these picks a knob)")
+    wish = wishes.add_mutually_exclusive_group()
+    wish.add_argument("--max-kl-per-token", type=float, metavar="NATS", help="when sampling")
+    wish.add_argument("--max-regret-per-token", type=float, metavar="NATS", help="at temperature 0")
+    wish.add_argument("--acceptance-gain", metavar="PERCENT", help="for example 20%%")
+    SamplingConfig.add_arguments(parser)
+    parser.set_defaults(command=_calibrate)
 
 
 def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -212,6 +240,45 @@ def _compare(args: argparse.Namespace) -> int:
         f"{ratio:.2f}\n"
     )
     return 0
+
+
+def _calibrate(args: argparse.Namespace) -> int:
+    sampling = SamplingConfig.from_args(args)
+    gain = _share(args.acceptance_gain) if args.acceptance_gain is not None else None
+    if sampling.is_greedy and args.max_kl_per_token is not None:
+        raise ValueError(
+            "--max-kl-per-token needs a temperature above 0; use --max-regret-per-token"
+        )
+    if not sampling.is_greedy and args.max_regret_per_token is not None:
+        raise ValueError("--max-regret-per-token needs temperature 0; use --max-kl-per-token")
+    rules = grid(args.rule, _split(args.divergence), [float(knob) for knob in _split(args.knobs)])
+    prompts = read_prompts(args.prompts)[: args.limit]
+    decoder = _load_decoder(args)
+    options = {"max_new_tokens": args.max_new_tokens, "seed": args.seed}
+    calibration = calibrate(decoder, prompts, rules, dataclasses.asdict(sampling) | options)
+    text, picture = save(calibration, args.output)
+    _write(f"{calibration.table()}\n\nwritten: {text}, {picture}\n")
+    bound = args.max_regret_per_token if sampling.is_greedy else args.max_kl_per_token
+    if gain is None and bound is None:
+        return 0
+    chosen = calibration.for_gain(gain) if gain is not None else calibration.within_cost(bound)
+    if chosen is None:
+        raise ValueError("no knob of the grid meets the wish; ask for less, or give --knobs")
+    _write(f"--rule {chosen.rule}\n")
+    return 0
+
+
+def _split(text: str) -> list[str]:
+    return [part for part in text.split(",") if part]
+
+
+def _share(text: str) -> float:
+    """A share written as 20% or as 0.2."""
+    number = float(text.removesuffix("%"))
+    share = number / 100 if text.endswith("%") else number
+    if not share >= 0:
+        raise ValueError(f"--acceptance-gain must be >= 0, such as 20%, got {text!r}")
+    return share
 
 
 def _inspect(args: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""Choosing a knob from one's own prompts: decode exactly once, score a grid of rules on the trees."""
+"""Choosing a knob from one's own prompts: decode exactly, score a grid of rules on the trees."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def calibrate(
 
 
 def save(calibration: Calibration, folder: str | Path) -> tuple[Path, Path]:
-    """Writes calibration.json and calibration.png, each whole or not at all; returns their paths."""
+    """Writes calibration.json and calibration.png, each whole or not at all."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     text, picture = folder / "calibration.json", folder / "calibration.png"
