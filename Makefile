@@ -1,4 +1,4 @@
-# make demo | chat | test | check-real | soak | lint | clean
+# make demo | test | check-real | soak | lint | clean
 #
 # Everything runs in .venv, which is made and filled once; later runs use no network.
 # TORCH=torch==2.13.0 picks the torch to install; without it pip takes the newest that fits.
@@ -8,14 +8,11 @@ TORCH ?=
 PY := .venv/bin/python
 INSTALL := $(PY) -m pip install
 
-.PHONY: demo chat test check-real soak lint fetch clean
+.PHONY: demo test check-real soak lint fetch clean
 
 demo: .venv/ready fetch
 	$(PY) -m eagle_fsd compare --target demo --draft-head demo --dtype float32 \
 		--max-new-tokens 128 --prompt "Why is the sky blue?"
-
-chat: .venv/ready-chat fetch
-	$(PY) -m eagle_fsd demo --target demo --draft-head demo
 
 test: lint fetch
 	$(PY) -m pytest -m "not (slow and target)"
@@ -38,10 +35,6 @@ fetch: .venv/ready
 	$(PYTHON) -m venv .venv
 	$(if $(TORCH),$(INSTALL) "$(TORCH)")
 	$(INSTALL) -r requirements.txt
-	touch $@
-
-.venv/ready-chat: .venv/ready pyproject.toml
-	$(INSTALL) -e ".[demo]"
 	touch $@
 
 .venv/ready-dev: .venv/ready pyproject.toml

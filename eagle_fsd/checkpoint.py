@@ -238,6 +238,7 @@ def save_head(head: DraftHead, folder: str | Path, extras: dict[str, Any] | None
         raw = _config_json(head.config, dtype) | ({"eagle_fsd": extras} if extras else {})
         (staging / CONFIG).write_text(json.dumps(raw, indent=1) + "\n")
         save_file(tensors, staging / WEIGHTS, metadata={"format": "pt"})
+        (staging / WEIGHTS).chmod(0o644)  # safetensors writes for the owner alone
         if folder.exists():
             for name in (CONFIG, WEIGHTS):
                 (staging / name).replace(folder / name)
