@@ -38,8 +38,8 @@ fetch: .venv/ready
 	touch $@
 
 .venv/ready-dev: .venv/ready pyproject.toml
-	$(INSTALL) -e ".[dev,train,eval,demo]"
-	touch $@ .venv/ready-chat
+	$(INSTALL) -e ".[dev,train]"
+	touch $@
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
