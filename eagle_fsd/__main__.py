@@ -106,7 +106,7 @@ def _add_calibrate(commands: Any) -> None:
     group = parser.add_argument_group("calibration")
     group.add_argument("--prompts", required=True, help="FastChat questions, JSON lines or text")
     group.add_argument("--limit", type=int, help="prompts read at most")
-    group.add_argument("--rule", default="fuzzy", help="a rule's name (default fuzzy)")
+    group.add_argument("--rule", default="fuzzy", help="one or several, by commas (default fuzzy)")
     group.add_argument("--divergence", default="", help="one or several, separated by commas")
     group.add_argument(
         "--knobs", default="", help="numbers separated by commas, instead of the grid"
@@ -251,7 +251,12 @@ def _calibrate(args: argparse.Namespace) -> int:
         )
     if not sampling.is_greedy and args.max_regret_per_token is not None:
         raise ValueError("--max-regret-per-token needs temperature 0; use --max-kl-per-token")
-    rules = grid(args.rule, _split(args.divergence), [float(knob) for knob in _split(args.knobs)])
+    if args.limit is not None and args.limit < 1:
+        raise ValueError(f"--limit must be >= 1, got {args.limit}")
+    knobs = [_number("--knobs", knob) for knob in _split(args.knobs)]
+    divergences = _split(args.divergence)
+    rules = [rule for name in _split(args.rule) for rule in grid(name, divergences, knobs)]
+    _require_drafter(args)
     prompts = read_prompts(args.prompts)[: args.limit]
     decoder = _load_decoder(args)
     options = {"max_new_tokens": args.max_new_tokens, "seed": args.seed}
@@ -272,9 +277,16 @@ def _split(text: str) -> list[str]:
     return [part for part in text.split(",") if part]
 
 
+def _number(flag: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{flag} takes numbers, got {text!r}") from None
+
+
 def _share(text: str) -> float:
     """A share written as 20% or as 0.2."""
-    number = float(text.removesuffix("%"))
+    number = _number("--acceptance-gain", text.removesuffix("%"))
     share = number / 100 if text.endswith("%") else number
     if not share >= 0:
         raise ValueError(f"--acceptance-gain must be >= 0, such as 20%, got {text!r}")

@@ -18,9 +18,9 @@ from eagle_fsd.decoder import SpeculativeDecoder
 from eagle_fsd.recorder import Expectation, Recorder
 
 # Grids wide enough to run from "next to nothing" to "nearly everything" on models seen so far.
-_NATS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
-_UNIT = (0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6, 0.65)
-_THRESHOLDS = {"js": _UNIT, "tv": (*_UNIT, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0)}
+_NATS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, math.inf)
+_UNIT = (0.02, 0.05, *(n / 20 for n in range(2, 14)), 0.67, 0.69)
+_THRESHOLDS = {"js": (*_UNIT, math.inf), "tv": (*_UNIT, 0.75, 0.8, 0.85, 0.9, 0.95, math.inf)}
 _KNOBS: dict[str, tuple[float, ...]] = {
     "coverage": _NATS,
     "lenience": (0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05),
@@ -117,6 +117,11 @@ def grid(
         ValueError: for an unknown rule or divergence, or a knob outside its domain.
     """
     if ":" in rule:
+        if divergences or knobs:
+            raise ValueError(
+                f"rule {rule!r} is one point of the grid; give a rule's name alone to vary its "
+                "divergence or its knob"
+            )
         return [build_rule(rule)]
     kind = RULES.get(rule)
     if kind is None or kind is Exact:
@@ -141,13 +146,19 @@ def read_prompts(path: str | Path) -> list[str]:
 
     Raises:
         FileNotFoundError: when there is no such file.
-        ValueError: for a malformed line, by its number, or a file without prompts.
+        ValueError: for a malformed line, by its number, a file without prompts, or one that is no
+            UTF-8 text.
     """
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"no prompt file at {path}")
     prompts: list[str] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    # Only a newline ends a line: JSON may hold the other separators that splitlines knows.
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text ({error.reason})") from error
+    for number, line in enumerate(lines, start=1):
         if line.strip():
             prompts.append(_prompt(line, number, path) if line.lstrip().startswith("{") else line)
     if not prompts:
@@ -215,8 +226,9 @@ def save(calibration: Calibration, folder: str | Path) -> tuple[Path, Path]:
     return text, picture
 
 
-def _figures(e: Expectation) -> dict[str, float]:
-    return {
+def _figures(e: Expectation) -> dict[str, float | str]:
+    """Figures per token, ready for JSON, which has no infinity: "inf" then."""
+    figures = {
         "acceptance_length": e.acceptance_length,
         "share_rescued": e.share_rescued,
         "cost_per_token": e.cost_per_token,
@@ -224,6 +236,7 @@ def _figures(e: Expectation) -> dict[str, float]:
         "doubled_mass_per_token": e.doubled_mass / e.num_tokens,
         "num_cycles": e.num_cycles,
     }
+    return {name: x if math.isfinite(x) else str(x) for name, x in figures.items()}
 
 
 def _plot(calibration: Calibration, path: Path) -> None:

@@ -36,7 +36,7 @@ def encode_prompt(prompt: Prompt, tokenizer: Any | None, vocabulary_size: int) -
         prompt = [{"role": "user", "content": prompt}]
     elif not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
         raise TypeError(
-            f"prompt must be text, a list of chat messages or input_ids [1, P], got "
+            "prompt must be text, a list of chat messages or input_ids [1, P], got "
             f"{type(prompt).__name__}"
         )
     if prompt and all(isinstance(item, str) for item in prompt):
@@ -101,7 +101,7 @@ def _check_ids(ids: Tensor, vocabulary_size: int) -> Tensor:
     if ids.dim() == 2 and ids.shape[0] > 1:
         raise ValueError(
             f"one prompt at a time: got input_ids of shape {list(ids.shape)}, want [1, P]; call "
-            f"once for each"
+            "once for each"
         )
     if ids.dim() not in (1, 2):
         raise ValueError(f"input_ids must have shape [1, P] or [P], got {list(ids.shape)}")
@@ -112,7 +112,7 @@ def _check_ids(ids: Tensor, vocabulary_size: int) -> Tensor:
     if low < 0 or high >= vocabulary_size:
         raise ValueError(
             f"input_ids must be in [0, {vocabulary_size}), got {low if low < 0 else high}; is it "
-            f"another model's tokenizer?"
+            "another model's tokenizer?"
         )
     return ids
 

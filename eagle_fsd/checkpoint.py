@@ -112,7 +112,7 @@ def _locate_target(target: str | Path) -> tuple[str, dict[str, str]]:
     """What transformers loads from, and the extra arguments that name the file."""
     if not isinstance(target, str | Path):
         raise TypeError(
-            f"target must be a hub id, a path or a loaded transformers model, got "
+            "target must be a hub id, a path or a loaded transformers model, got "
             f"{type(target).__name__}"
         )
     if target == DEMO:
@@ -459,7 +459,7 @@ def _compare_tensors(
         if not tensors[name].is_floating_point():
             raise ValueError(
                 f"draft head {folder}: {name} is {tensors[name].dtype}; only float32, bfloat16 and "
-                f"float16 weights are supported"
+                "float16 weights are supported"
             )
 
 

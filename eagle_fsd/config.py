@@ -35,9 +35,9 @@ class TreeConfig:
         if self.num_draft_tokens > self.num_candidates:
             raise ValueError(
                 f"depth {self.depth} with top_k {self.top_k} drafts {self.num_candidates} "
-                f"candidates, fewer than "
+                "candidates, fewer than "
                 f"num_draft_tokens {self.num_draft_tokens}; use at most {self.num_candidates} or a "
-                f"larger depth or top_k"
+                "larger depth or top_k"
             )
 
     @property

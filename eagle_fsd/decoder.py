@@ -316,8 +316,7 @@ class SpeculativeDecoder:
         if input_ids.numel() >= limit:
             raise ValueError(
                 f"the prompt has {input_ids.numel()} tokens and the target's context is {limit}, "
-                f"which leaves no room for "
-                "an answer; shorten the prompt"
+                "which leaves no room for an answer; shorten the prompt"
             )
         noise = SeededNoise(seed, self.target.vocabulary_size, self.target.output_device)
         verifier = Verifier(rule, sampling, noise, stop_ids)
@@ -607,7 +606,7 @@ def _collect(steps: Iterator[Step]) -> GenerationResult:
 def _pop_rule(options: dict[str, Any]) -> AcceptanceRule:
     """Takes the rule and its knobs out of the options."""
     rule = options.pop("rule", "exact")
-    knob_names = {f.name for kind in RULES.values() for f in fields(kind)} - {"top_k"}
+    knob_names = {f.name for kind in RULES.values() for f in fields(kind)}
     knobs = {name: options.pop(name) for name in sorted(knob_names & options.keys())}
     return build_rule(rule, **knobs)
 
@@ -668,8 +667,8 @@ def _load(
     if options.get("device_map") is not None:
         if device != "auto":
             raise ValueError(
-                f"device {str(device)!r} and device_map {options['device_map']!r} exclude each "
-                f"other"
+                f"device {str(device)!r} and device_map {options['device_map']!r} "
+                "exclude each other"
             )
         return load_target(target, dtype=dtype, **options)
     where = resolve_device(device)

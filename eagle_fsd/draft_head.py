@@ -67,14 +67,14 @@ class DraftHeadConfig:
                 )
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
-                f"num_key_value_heads must divide num_attention_heads, got "
+                "num_key_value_heads must divide num_attention_heads, got "
                 f"{self.num_key_value_heads} and "
                 f"{self.num_attention_heads}"
             )
         if self.hidden_act not in ACT2FN:
             raise ValueError(
                 f"unknown hidden_act {self.hidden_act!r} of a draft head; use a transformers "
-                f"activation name"
+                "activation name"
             )
         try:
             LlamaRotaryEmbedding(self.rotary_config())

@@ -199,7 +199,7 @@ class ModelDrafter:
     def propose(self, root_token_id: int, config: TreeConfig) -> Draft:
         read = torch.cat([self._unread, torch.tensor([root_token_id])])
         self._unread, self._is_root_read = self._unread[:0], True
-        law = self._law(self._model.prefill(read).logits)
+        law = self._law(self._model.prefill(self._known(read)).logits)
         num_committed = self._model.num_rows
         growth = Growth(root_token_id, config.top_k, law.device)
         laws = [law]
@@ -212,11 +212,16 @@ class ModelDrafter:
                     [lineage[frontier.parent_slots], _eye(frontier.token_ids)], dim=1
                 )
                 depths = torch.cat([depths, torch.full_like(frontier.token_ids, level - 1)])
-            laws.append(self._law(self._model.extend(frontier.token_ids, lineage, depths).logits))
+            known = self._known(frontier.token_ids)
+            laws.append(self._law(self._model.extend(known, lineage, depths).logits))
             frontier = growth.add_level(*_children(laws[-1], config.top_k))
         self._model.truncate(num_committed)
         tree, law_rows = growth.finish(config.num_draft_tokens)
         return Draft(tree, torch.cat(laws), law_rows)
+
+    def _known(self, token_ids: Tensor) -> Tensor:
+        """Ids that the small model can read: its last row stands for padding rows it lacks."""
+        return token_ids.clamp(max=self._model.vocabulary_size - 1)
 
     def _law(self, logits: Tensor) -> Tensor:
         """[K, rows of the small model] -> [K, V] float32 log q, 0 mass on rows that it lacks."""

@@ -74,14 +74,15 @@ class _Branch:
     """What a rule does at one node.
 
     Attributes:
-        child_law: probability of going on with each child, in the tree's order.
-        rescued: probability of a token that the exact step would not have drawn.
+        accepted: probability of going on with each child, in the tree's order, because it was
+            drawn.
+        rescued: probability of going on with each child in the place of another draw.
         cost: nats.
         poor_mass, doubled_mass: as in Expectation.
     """
 
-    child_law: list[float]
-    rescued: float
+    accepted: list[float]
+    rescued: list[float]
     cost: float
     poor_mass: float = 0.0
     doubled_mass: float = 0.0
@@ -114,64 +115,62 @@ def expect(rule: AcceptanceRule, scored: ScoredTree, nodes: dict[int, Node]) -> 
     """Walks one tree in expectation.
 
     Args:
-        rule: its `num_rescued` limit is applied along the most probable way of reaching a node.
+        rule: its budget is not applied.
         scored: the tree with its logits.
         nodes: the nodes that have children and finite logits.
     """
     is_greedy = scored.verifier.sampling.is_greedy
-    reach = {0: 1.0}
-    num_rescued = {0: 0}
+    # Rescues are counted as far as the rule tells them apart: most rules meet a node in one state.
+    limit = min(getattr(rule, "max_rescues", None) or 0, len(scored.children))
+    reach = {row: [0.0] * (limit + 1) for row in range(len(scored.children))}
+    reach[0][0] = 1.0
     total = Expectation(num_cycles=1, num_tokens=1.0)
-    for row in sorted(nodes):
-        if reach.get(row, 0.0) <= 0.0:
-            continue
-        node = nodes[row]
-        if num_rescued[row]:
-            node = node.after(num_rescued[row])
-        decision = rule.decide(node)
-        if is_greedy:
-            branch = _greedy_branch(scored, row, node, decision)
-        else:
-            branch = _branch(node, decision)
-        weight = reach[row]
-        goes_on = 0.0
-        for (token, child), probability in zip(
-            scored.children[row].items(), branch.child_law, strict=True
-        ):
-            is_stop = token in scored.verifier.stop_ids
-            goes_on += 0.0 if is_stop else probability
-            reach[child] = 0.0 if is_stop else weight * probability
-            num_rescued[child] = num_rescued[row] + (is_greedy and branch.rescued > 0)
-        total += Expectation(
-            num_tokens=weight * goes_on,
-            num_rescued=weight * branch.rescued,
-            cost=weight * branch.cost,
-            poor_mass=weight * branch.poor_mass,
-            doubled_mass=weight * branch.doubled_mass,
-        )
+    for row, node in sorted(nodes.items()):
+        for num_rescued, weight in enumerate(reach[row]):
+            if weight <= 0.0:
+                continue
+            state = node.after(num_rescued) if num_rescued else node
+            decision = scored.decide(rule, row, state)
+            make = _greedy_branch if is_greedy else _branch
+            branch = make(scored, row, state, decision)
+            goes_on = 0.0
+            for (token, child), accepted, rescued in zip(
+                scored.children[row].items(), branch.accepted, branch.rescued, strict=True
+            ):
+                if token not in scored.verifier.stop_ids:
+                    goes_on += accepted + rescued
+                    reach[child][num_rescued] += weight * accepted
+                    reach[child][min(num_rescued + 1, limit)] += weight * rescued
+            total += Expectation(
+                num_tokens=weight * goes_on,
+                num_rescued=weight * sum(branch.rescued),
+                cost=weight * branch.cost,
+                poor_mass=weight * branch.poor_mass,
+                doubled_mass=weight * branch.doubled_mass,
+            )
     return total
 
 
-def _branch(node: Node, decision: Decision) -> _Branch:
+def _branch(_scored: ScoredTree, _row: int, node: Node, decision: Decision) -> _Branch:
     """The closed form of a sampled node."""
     parts = node.partition
     probs = parts.child_probs
-    law = probs.clone()
-    rescued = decision.rescue_prob * parts.outside_mass
+    accepted, rescued = probs, torch.zeros_like(probs)
     if decision.take is not None:
-        law = torch.zeros_like(probs)
-        law[decision.take] = 1.0
-        rescued = 1.0 - float(probs[decision.take])
+        is_taken = torch.zeros_like(probs)
+        is_taken[decision.take] = 1.0
+        accepted, rescued = is_taken * probs, is_taken * (1.0 - probs)
     elif decision.rescue_prob > 0.0:
         shares = torch.where(decision.eligible, probs, 0.0)
-        law = law + rescued * shares / shares.sum()
-    raised = (law - probs).clamp_min(0.0)
+        rescued = decision.rescue_prob * parts.outside_mass * shares / shares.sum()
+    law = accepted + rescued
     is_poor = probs < POOR_SHARE * parts.probs.max()
+    goes_on = decision.descend or decision.take is not None
     return _Branch(
-        child_law=(law if decision.descend or decision.take is not None else 0.0 * law).tolist(),
-        rescued=rescued,
+        accepted=(accepted if goes_on else torch.zeros_like(accepted)).tolist(),
+        rescued=rescued.tolist(),
         cost=decision_cost(node, decision),
-        poor_mass=float(raised[is_poor].sum()),
+        poor_mass=float((law - probs).clamp_min(0.0)[is_poor].sum()),
         doubled_mass=float((law - 2.0 * probs).clamp_min(0.0).sum()),
     )
 
@@ -190,13 +189,14 @@ def _greedy_branch(scored: ScoredTree, row: int, node: Node, decision: Decision)
     else:
         choice = greedy_rescue(node, decision)
     law = [float(index == choice) for index in range(len(tokens))]
+    nothing = [0.0] * len(tokens)
     if choice is None or tokens[choice] == drawn:
-        return _Branch(law, 0.0, 0.0)
+        return _Branch(accepted=law, rescued=nothing, cost=0.0)
     parts = node.partition
     probability = float(parts.child_probs[choice])
     return _Branch(
-        law,
-        rescued=1.0,
+        accepted=nothing,
+        rescued=law,
         cost=regret(node, tokens[choice]),
         poor_mass=float(probability < POOR_SHARE * float(parts.probs.max())),
         doubled_mass=max(0.0, 1.0 - 2.0 * probability),

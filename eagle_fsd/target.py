@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -14,6 +15,8 @@ from eagle_fsd.cache import PreallocatedCache
 from eagle_fsd.chat import merge_stop_ids
 from eagle_fsd.errors import UnsupportedModelError
 from tree import DraftTree, additive_mask, ancestor_mask, sliding_additive_mask, tree_position_ids
+
+logger = logging.getLogger(__name__)
 
 MaskKind = Literal["tensor", "dict"]
 
@@ -90,6 +93,10 @@ class TargetModel:
         self._prefill_chunk = prefill_chunk
         self._cache = PreallocatedCache(self.config.num_hidden_layers)
         self._tree_start = 0
+        if self.dtype == torch.float16 and self.config.model_type.startswith("qwen2"):
+            logger.warning(
+                "%s overflows in float16 at times; prefer bfloat16", type(model).__name__
+            )
         self._cap_or_scale = self._find_output_transform()
 
     @property
@@ -271,7 +278,7 @@ class TargetModel:
                 return transform
         raise UnsupportedModelError(
             f"{type(self.model).__name__} does more between lm_head and its logits than a soft "
-            f"cap; supported are models "
+            "cap; supported are models "
             "whose logits are lm_head(final hidden state), soft-capped or not"
         )
 
@@ -290,7 +297,7 @@ def _refuse_unsupported(model: PreTrainedModel) -> None:
     if config.model_type not in FAMILIES:
         raise UnsupportedModelError(
             f"{name} is not a family that tree decoding is proven right for (state-space, "
-            f"linear-attention and other "
+            "linear-attention and other "
             f"caches cannot drop rejected tokens); {supported}"
         )
     if model.get_output_embeddings() is None:
@@ -303,7 +310,7 @@ def _refuse_unsupported(model: PreTrainedModel) -> None:
     if implementation not in ATTENTION_IMPLEMENTATIONS:
         raise UnsupportedModelError(
             f"attention {implementation!r} takes no tree mask; load {name} with "
-            f"attn_implementation='sdpa' or 'eager'"
+            "attn_implementation='sdpa' or 'eager'"
         )
     unknown = sorted(set(getattr(config, "layer_types", None) or []) - set(LAYER_TYPES))
     if unknown:

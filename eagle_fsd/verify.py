@@ -161,6 +161,17 @@ class ScoredTree:
             num_rescued=num_rescued,
         )
 
+    def decide(self, rule: AcceptanceRule, row: int, node: Node) -> Decision:
+        """What a rule decides at a row, without the children that could not be gone on from."""
+        decision = rule.decide(node)
+        finite = [self.is_finite[child] for child in self.children[row].values()]
+        if all(finite):
+            return decision
+        eligible = decision.eligible & torch.tensor(finite, device=decision.eligible.device)
+        rescue_prob = decision.rescue_prob if bool(eligible.any()) else 0.0
+        take = decision.take if decision.take is None or finite[decision.take] else None
+        return Decision(rescue_prob, eligible, take, decision.descend)
+
 
 class _Walk:
     """The state of one walk."""
@@ -219,7 +230,7 @@ class _Walk:
         children = self._tree.children[row]
         node, decision = self._decide(row)
         cost = decision_cost(node, decision)
-        if not self._affords(cost):
+        if decision.is_relaxed and not self._affords(cost):
             return self._emit_exact(row, drawn, 0.0, decision.descend)
         if decision.take is not None:
             return self._go_on(row, int(node.children[decision.take]), drawn, cost)
@@ -234,21 +245,14 @@ class _Walk:
         return self._go_on(row, int(eligible[winner]), drawn, cost)
 
     def _affords(self, cost: float) -> bool:
+        """Whether a deviation stays below the budget; 0 affords none, not even a free one."""
         budget = self._verifier.rule.budget
-        return cost <= 0.0 or budget is None or self._spent + cost < budget
+        return budget is None or self._spent + cost < budget
 
     def _decide(self, row: int) -> tuple[Node, Decision]:
         num_rescued = sum(token.origin == "rescued" for token in self._tokens)
         node = self._tree.node(row, num_rescued)
-        decision = self._verifier.rule.decide(node)
-        # A child without finite logits could not be gone on from, so it is not rescued.
-        finite = [self._tree.is_finite[child] for child in self._tree.children[row].values()]
-        if all(finite):
-            return node, decision
-        eligible = decision.eligible & torch.tensor(finite, device=decision.eligible.device)
-        rescue_prob = decision.rescue_prob if bool(eligible.any()) else 0.0
-        take = decision.take if decision.take is None or finite[decision.take] else None
-        return node, Decision(rescue_prob, eligible, take, decision.descend)
+        return node, self._tree.decide(self._verifier.rule, row, node)
 
     def _emit_exact(self, row: int, drawn: int, cost: float, descend: bool = True) -> int | None:
         """Emits the exact draw; the walk goes on when it is a child and no stop."""

@@ -184,7 +184,7 @@ class ChatEncoder:
         self.has_generation = bool(_GENERATION.search(self.template)) and tokenizer.is_fast
         self.route = "generation" if self.has_generation else "prefix"
         self._tokenizer = tokenizer
-        self._max_length = max_length
+        self.max_length = max_length
         added = tokenizer.added_tokens_decoder
         self._control_tokens = [token.content for token in added.values() if token.special]
         self.end_of_turn, self._num_trailing = self._closing(set(added))
@@ -241,13 +241,13 @@ class ChatEncoder:
         """Nothing follows the last answer that is kept: it could not be learnt from."""
         if not spans:
             raise UnusableConversationError("no supervised tokens")
-        whole = [span for span in spans if span[1] <= self._max_length]
+        whole = [span for span in spans if span[1] <= self.max_length]
         cut = "over-long" if len(whole) < len(spans) else ""
         if not whole:
             start = spans[0][0]
-            if start >= self._max_length:
+            if start >= self.max_length:
                 raise UnusableConversationError("over-long prompt")
-            whole, cut = [(start, self._max_length)], "over-long first answer"
+            whole, cut = [(start, self.max_length)], "over-long first answer"
         mask = [False] * whole[-1][1]
         for start, end in whole:
             mask[start:end] = [True] * (end - start)
@@ -264,7 +264,7 @@ class ChatEncoder:
                 raise UnusableConversationError(NO_PREFIX)
             ids = answer[:end]
             spans.append((len(prompt), end))
-            if end > self._max_length:
+            if end > self.max_length:
                 break
         return ids, spans
 
@@ -410,7 +410,6 @@ def prepare(config: PrepareConfig, stages: Sequence[Stage] = ()) -> dict[str, An
                 encoder,
                 tokenizer,
                 seed=config.seed,
-                max_length=config.max_length,
                 limit=config.limit,
             )
             # The target may know an evaluation question by heart.

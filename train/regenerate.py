@@ -128,6 +128,8 @@ class PromptEncoder(Protocol):
 
     end_of_turn: int | None
     """The token that ends an answer in the chat template, None without one."""
+    max_length: int
+    """Tokens of a conversation that are learnt from."""
 
     def prompt(self, chat: list[dict[str, str]]) -> list[int]:
         """The ids that the target answers after; raises UnusableConversationError."""
@@ -461,7 +463,6 @@ class Regenerator:
         encoder: renders prompts.
         tokenizer: of the target.
         seed: of the temperatures and the noise.
-        max_length: longest prompt and answer, in tokens.
         limit: conversations at most.
     """
 
@@ -471,9 +472,7 @@ class Regenerator:
         path: Path,
         encoder: PromptEncoder,
         tokenizer: Any,
-        *,
         seed: int = 0,
-        max_length: int = 2048,
         limit: int | None = None,
     ) -> None:
         self._config = config
@@ -481,7 +480,6 @@ class Regenerator:
         self._encoder = encoder
         self._tokenizer = tokenizer
         self._seed = seed
-        self._max_length = max_length
         self._limit = limit
 
     def stage(self, conversations: Iterable[Conversation], tally: Tally) -> Iterator[Conversation]:
@@ -513,8 +511,8 @@ class Regenerator:
         row: dict[str, Any] = json.loads(line)
         if job is None or row["id"] != job.id:
             raise ValueError(
-                f"{str(self._path)!r}: line {number} answers another conversation than the input's; "
-                "choose another output folder"
+                f"line {number} of {str(self._path)!r} answers another conversation than the "
+                "input's; choose another output folder"
             )
         return row
 
@@ -552,7 +550,7 @@ class Regenerator:
 
     def _prompt(self, job: Job) -> list[int]:
         prompt_ids = self._encoder.prompt(job.chat())
-        if len(prompt_ids) > min(self._config.max_prompt_tokens, self._max_length - 1):
+        if len(prompt_ids) > min(self._config.max_prompt_tokens, self._encoder.max_length - 1):
             raise UnusableConversationError("over-long prompt")
         return prompt_ids
 
@@ -562,7 +560,7 @@ class Regenerator:
         if first is None:
             return
         target = self._load()
-        limit = min(self._max_length, target.max_positions)
+        limit = min(self._encoder.max_length, target.max_positions)
         capacity = min(limit, self._config.max_prompt_tokens + self._config.max_new_tokens)
         stops = merge_stop_ids(
             target.stop_ids, self._tokenizer.eos_token_id, self._encoder.end_of_turn
@@ -658,6 +656,11 @@ class Regenerator:
             raise ValueError(
                 f"the tokenizer has {len(self._tokenizer)} tokens, the target {config.target!r} "
                 f"only {target.vocabulary_size}; give the target's own tokenizer"
+            )
+        if config.max_prompt_tokens >= target.max_positions:
+            raise ValueError(
+                f"--max-prompt-tokens must be below the target's context of "
+                f"{target.max_positions} tokens, got {config.max_prompt_tokens}"
             )
         return target
 
