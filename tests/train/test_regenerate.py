@@ -220,7 +220,7 @@ def test_file_of_other_conversations_is_refused(folder, tmp_path):
     path = tmp_path / "a.jsonl"
     list(regenerator(folder, path).stage(conversations(), Tally()))
     before = path.read_bytes()
-    with pytest.raises(ValueError, match="line 1 of .* answers another conversation"):
+    with pytest.raises(ValueError, match=r"line 1 of .* answers another conversation"):
         list(regenerator(folder, path).stage([chat("a b", "c")], Tally()))
     assert path.read_bytes() == before
 
@@ -258,7 +258,9 @@ def test_greedy_second_turn_is_answered_on_top_of_the_first_answer(folder, tmp_p
         if num_answers == 1:
             continue
         num_second += 1
-        history = [{"role": each["role"], "content": each["content"]} for each in messages[:-1]]
+        history = [
+            {"role": each["role"], "content": each["content"].strip()} for each in messages[:-1]
+        ]
         prompt = tok.apply_chat_template(history, add_generation_prompt=True, return_dict=False)
         ids = messages[-1]["token_ids"]
         assert greedy_reference(model, torch.tensor([prompt]), 12)[: len(ids)] == ids
@@ -347,14 +349,16 @@ def test_command_trains_on_the_targets_answers(command, tmp_path, capsys):
     assert len(lines(output / "regenerated.jsonl")) == 40
     counts = meta["counts"]
     assert counts["read"] == 40 == counts["kept"] + sum(counts["skipped"].values())
-    end = tokenizer().convert_tokens_to_ids("<|im_end|>")
+    tok = tokenizer()
+    end = tok.convert_tokens_to_ids("<|im_end|>")
     expected = Counter()
     for line in lines(output / "regenerated.jsonl"):
         answer = line["messages"][-1]
         ids = answer["token_ids"]
         text = ids[:-1] if answer["finish_reason"] == "stop" else ids
-        if text and not set(text) & {0, 1, 2, 3, 4}:
-            expected[*text, *([end] if len(text) < len(ids) else [])] += 1
+        stripped = tok(answer["content"].strip())["input_ids"]
+        if stripped and not set(text) & set(tok.all_special_ids):
+            expected[*stripped, *([end] if len(text) < len(ids) else [])] += 1
     found = Counter(
         tuple(ids[mask].tolist())
         for split in ("train", "validation")
@@ -391,7 +395,7 @@ def test_failure_keeps_the_answers_for_the_next_run(command, tmp_path, capsys, m
 
     with monkeypatch.context() as patch:
         patch.setattr("train.shards._to_disk", full)
-        patch.setattr("train.prepare.write_json", lambda path, value: path.write_text("{}"))
+        patch.setattr("train.prepare.write_json", lambda path, _: path.write_text("{}"))
         assert main(command(*FLAGS)) == 2
     assert "No space left" in refused(capsys)
     kept = tmp_path / "out" / "regenerated.jsonl"
