@@ -13,7 +13,7 @@ from tests.stubs import FAMILY_CONFIGS
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--prompts", type=int, default=10_000, help="in all, over the families")
+    parser.add_argument("--prompts", type=int, default=10_000, help="for each family")
     parser.add_argument("--seed", type=int, default=int(time.time()), help="printed")
     parser.add_argument("--family", choices=sorted(FAMILY_CONFIGS), help="only this one")
     args = parser.parse_args(argv)
@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     num_faults = 0
     print(f"seed {args.seed}")
     for family in families:
-        report = check_greedy_parity(family, -(-args.prompts // len(families)), args.seed)
+        report = check_greedy_parity(family, args.prompts, args.seed)
         num_faults += len(report.faults)
         print(
             f"{family}: {report.num_prompts} prompts, {len(report.faults)} faults, "

@@ -607,12 +607,12 @@ class Regenerator:
                 queue.push(job)
                 continue
             finished[job.number] = job
+            speed = sampler.num_tokens / (time.perf_counter() - started)
+            bar.set_postfix_str(f"{speed:.0f} tokens/s", refresh=False)
+            bar.update()
             while next_number in finished:
                 yield finished.pop(next_number)
                 next_number += 1
-                speed = sampler.num_tokens / (time.perf_counter() - started)
-                bar.set_postfix_str(f"{speed:.0f} tokens/s", refresh=False)
-                bar.update()
 
     def _add_answer(self, job: Job, request: Request) -> None:
         ids = request.token_ids[:-1] if request.has_stopped else request.token_ids

@@ -11,7 +11,9 @@ import torch
 from eagle_fsd.acceptance import Fuzzy, build_rule
 from eagle_fsd.config import SamplingConfig, TreeConfig
 from eagle_fsd.decoder import SpeculativeDecoder
+from eagle_fsd.drafter import Draft
 from eagle_fsd.target import TargetOutput
+from eagle_fsd.verify import Verifier
 from tests.eagle_fsd.walk_reference import Reference, TableReference
 from tests.laws import PROMPT, enumerate_law, tables
 from tests.scripted import ScriptTarget, byte_tokenizer
@@ -176,27 +178,31 @@ class FlatScript(ScriptTarget):
 
 
 def test_nodes_of_tokens_that_are_cut_off_do_not_count() -> None:
+    """A stop string in the middle of a cycle: what the walk spent behind it is not in the ledger."""
     script = list(b"abXcdefghi")
-    target = FlatScript(script)
-    drafter = PathDrafter(script, 3, is_right=True)
-    decoder = SpeculativeDecoder(target, drafter, byte_tokenizer())
-    options: dict[str, Any] = {"tree": "6,6,1", "rule": "coverage:inf", "temperature": 1.0}
-    verdicts: list[float] = []
-    verify = type(decoder).generate  # the same call with and without the stop string
-    whole = verify(decoder, torch.tensor([[80, 81, 82]]), max_new_tokens=7, **options)
+    decoder = SpeculativeDecoder(
+        FlatScript(script), PathDrafter(script, 3, is_right=True), byte_tokenizer()
+    )
+    walked: list[float] = []
+
+    def keep(draft: Draft, logits: torch.Tensor, verifier: Verifier) -> None:
+        tokens = verifier.verify(draft, logits, index=1).tokens
+        walked.append(math.fsum(token.cost for token in tokens))
+
+    prompt = torch.tensor([[80, 81, 82]])
+    options: dict[str, Any] = {"rule": "coverage:inf", "temperature": 1.0, "tree": "6,6,1"}
     steps = list(
-        decoder.stream(
-            torch.tensor([[80, 81, 82]]), max_new_tokens=7, stop=[whole.text[2:4]], **options
-        )
+        decoder.stream(prompt, max_new_tokens=9, stop=["cd"], observer=keep, seed=1, **options)
     )
     result = steps[-1].result
     assert result is not None
     assert result.finish_reason == "stop"
-    assert len(result.token_ids) < len(whole.token_ids)
-    verdicts += [token.cost for step in steps for token in step.tokens]
-    assert result.stats.kl_spent == pytest.approx(math.fsum(verdicts))
-    assert whole.stats.kl_spent is not None
-    assert 0.0 < result.stats.kl_spent < whole.stats.kl_spent
+    assert len(steps) == 2
+    assert bytes(token.id for token in steps[1].tokens) == b"bXcd"  # of six that were accepted
+    costs = [token.cost for token in steps[1].tokens]
+    assert all(cost > 0.0 for cost in costs)
+    assert result.stats.kl_spent == pytest.approx(math.fsum(costs))
+    assert result.stats.kl_spent < walked[0] - min(costs)
 
 
 class UntouchedTarget(TableTarget):

@@ -35,7 +35,7 @@ WARPERS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0, "top_k": 3},
     {"temperature": 1.0, "top_k": 4, "min_p": 0.05},
 )
-NUM_SEEDS = 1500
+NUM_SEEDS = 1200
 STOPS = frozenset({3})
 
 
@@ -103,9 +103,10 @@ def test_every_rule_at_its_lossless_value_gives_the_ids_of_exact(
         )
         options = WARPERS[number % len(WARPERS)] | {"max_new_tokens": 10, "seed": number}
         exact = decoder.generate(prompt, tree="8,3,3", **options)
-        assert decoder.generate(
-            prompt, tree="8,3,3", rule=written, **options
-        ).token_ids == exact.token_ids
+        assert (
+            decoder.generate(prompt, tree="8,3,3", rule=written, **options).token_ids
+            == exact.token_ids
+        )
 
 
 # The infinite threshold
@@ -219,7 +220,7 @@ def test_live_acceptance_length_grows_with_the_threshold() -> None:
                 max_new_tokens=12,
                 seed=seed,
             ).stats
-            for seed in range(120)
+            for seed in range(80)
         ]
         emitted = sum(stats.num_tokens - 1 for stats in runs)
         lengths.append(emitted / sum(stats.num_cycles for stats in runs))
@@ -238,7 +239,7 @@ LAW_CASES = (
     ("coverage:0.5", PLAIN, STOPS, "6,3,2"),
     ("coverage:0.5", CUT, frozenset(), "3,3,1"),
     ("lenience:0.4", PLAIN, STOPS, "3,3,1"),
-    ("cactus:0.2", CUT, STOPS, "3,3,1"),
+    ("cactus:0.2", PLAIN, STOPS, "3,3,1"),
     ("head_set:0.7:nucleus", PLAIN, STOPS, "6,3,2"),
     ("head_set:0.6:min_p", CUT, frozenset(), "3,3,1"),
     ("cascade_opt:0.1", PLAIN, STOPS, "6,3,2"),
@@ -249,13 +250,25 @@ LAW_CASES = (
 )
 
 
-def sample_answers(
-    written: str, config: SamplingConfig, stops: frozenset[int], tree: str, num_tokens: int = 3
-) -> tuple[Counter[tuple[int, ...]], Counter[str]]:
-    """Answers of NUM_SEEDS seeds, and origins of their tokens; a stop's is written "stop"."""
-    decoder = table_decoder(0, stops)
-    answers: Counter[tuple[int, ...]] = Counter()
-    origins: Counter[str] = Counter()
+@pytest.mark.parametrize(("written", "config", "stops", "tree"), LAW_CASES)
+def test_the_law_of_three_tokens_equals_the_enumeration_of_all_walks(
+    written: str, config: SamplingConfig, stops: frozenset[int], tree: str
+) -> None:
+    """The law of tokens and origins, so that the same tokens by another way would show too."""
+    logits, draft = tables(6, spread=0.8)
+    size = TreeConfig.parse(tree)
+    assert size is not None
+    law: Counter[tuple[tuple[int, str], ...]] = Counter()
+    for probability, ways in TableReference(
+        Reference(written, config, stops), logits, draft, size
+    ).answers(3):
+        law[tuple((way.token, way.origin) for way in ways)] += probability  # type: ignore[assignment]
+    exact = TableReference(Reference("exact", config, stops), logits, draft, size).law(3)
+    assert math.fsum(law.values()) == pytest.approx(1.0)
+
+    decoder = SpeculativeDecoder(TableTarget(logits, stops), TableDrafter(draft))
+    observed: Counter[tuple[tuple[int, str], ...]] = Counter()
+    overridden_stops = 0
     for seed in range(NUM_SEEDS):
         steps = decoder.stream(
             PROMPT,
@@ -263,47 +276,35 @@ def sample_answers(
             temperature=config.temperature,
             top_p=config.top_p,
             tree=tree,
-            max_new_tokens=num_tokens,
+            max_new_tokens=3,
             seed=seed,
         )
         tokens = [token for step in steps for token in step.tokens]
-        answers[tuple(token.id for token in tokens)] += 1
-        for token in tokens:
-            is_overridden = token.exact_id in stops and token.id != token.exact_id
-            origins["overridden stop" if is_overridden else token.origin] += 1
-            origins[f"{token.origin} stop"] += token.id in stops
-    return answers, origins
-
-
-@pytest.mark.parametrize(("written", "config", "stops", "tree"), LAW_CASES)
-def test_the_law_of_three_tokens_equals_the_enumeration_of_all_walks(
-    written: str, config: SamplingConfig, stops: frozenset[int], tree: str
-) -> None:
-    logits, draft = tables()
-    size = TreeConfig.parse(tree)
-    assert size is not None
-    law = TableReference(Reference(written, config, stops), logits, draft, size).law(3)
-    exact = TableReference(Reference("exact", config, stops), logits, draft, size).law(3)
-    assert math.fsum(law.values()) == pytest.approx(1.0)
-    observed, origins = sample_answers(written, config, stops, tree)
+        observed[tuple((token.id, token.origin) for token in tokens)] += 1
+        overridden_stops += sum(token.exact_id in stops - {token.id} for token in tokens)
     assert set(observed) <= set(law)
     assert chi_square_p(observed, law) > 1e-3
-    assert chi_square_p(observed, exact) < 1e-3  # the rule does change the law, and it would show
-    assert origins["rescued"] > 0
+
+    answers: Counter[tuple[int, ...]] = Counter()
+    seen: Counter[tuple[bool, str]] = Counter()
+    for answer, count in observed.items():
+        answers[tuple(token for token, _ in answer)] += count
+        seen.update((token in stops, origin) for token, origin in answer)
+    assert chi_square_p(answers, exact) < 1e-3  # the rule does change the law, and it would show
+    assert seen[False, "rescued"] > 0
     if not written.startswith(("fuzzy_2025", "typical")):
-        assert set(observed) <= set(exact)  # nothing that the cuts forbid
-        assert origins["rescued stop"] == origins["overridden stop"] == 0
-    if stops:  # among the children and elsewhere
-        assert origins["accepted stop"] > 0
-        assert origins["recovered stop"] > 0
+        assert set(answers) <= set(exact)  # nothing that the cuts forbid
+        assert seen[True, "rescued"] == overridden_stops == 0
+    if stops:
+        assert seen[True, "accepted"] > 0  # a stop among the children
+    if stops and "1" in tree.split(","):
+        assert seen[True, "recovered"] > 0  # and elsewhere
 
 
 def test_the_enumeration_of_exact_walks_is_the_targets_own_law() -> None:
     logits, draft = tables()
     for config in (PLAIN, CUT):
-        law = TableReference(
-            Reference("exact", config), logits, draft, TreeConfig(10, 3, 3)
-        ).law(3)
+        law = TableReference(Reference("exact", config), logits, draft, TreeConfig(10, 3, 3)).law(3)
         for answer, probability in law.items():
             text, expected = [1, 2, *answer], 1.0
             for place, token in enumerate(answer):
@@ -314,7 +315,7 @@ def test_the_enumeration_of_exact_walks_is_the_targets_own_law() -> None:
 # Temperature 0
 
 GREEDY_RULES = (
-    *("fuzzy:0.2:js", "fuzzy:inf:js", "coverage:0.6", "head_set:0.8:min_p", "regret:2:1"),
+    *("fuzzy:0.2:js", "fuzzy:inf:js", "coverage:1.5", "head_set:0.8:min_p", "regret:2:1"),
     *("lenience:0.5", "lenience:0.2", "cactus:0.1", "cactus:0.5", "cascade_opt:0.1"),
     *("fuzzy_2025:0.2:js", "fuzzy_2025:0.2:js:chain", "typical"),
 )
@@ -327,9 +328,7 @@ def test_greedy_requests_follow_the_rule_at_every_node(written: str) -> None:
     for seed in range(25):
         stops = STOPS if seed % 2 else frozenset()
         logits, draft = tables(seed)
-        reference = TableReference(
-            Reference(written, SamplingConfig(), stops), logits, draft, size
-        )
+        reference = TableReference(Reference(written, SamplingConfig(), stops), logits, draft, size)
         ((_, expected),) = reference.answers(12)
         steps = table_decoder(seed, stops).stream(
             PROMPT, rule=written, tree=str(size), max_new_tokens=12

@@ -107,9 +107,7 @@ class Reference:
                 add(drawn, self._origin_of_draw(case, drawn), rest)
         return outcomes
 
-    def _greedy_way(
-        self, case: Case, choice: Choice, logits: list[float], spent: float
-    ) -> Way:
+    def _greedy_way(self, case: Case, choice: Choice, logits: list[float], spent: float) -> Way:
         p = case.target
         drawn = token = max(range(len(logits)), key=logits.__getitem__)
         if choice.take is not None:
@@ -242,9 +240,7 @@ class TableReference:
         spent = math.fsum(way.cost for way in ways)
         for share, cycle in tree.walks(self.reference, spent=spent):
             tokens = [before, root, *(way.token for way in cycle)]
-            yield from self._continue(
-                probability * share, [*ways, *cycle], tokens[-2], num_tokens
-            )
+            yield from self._continue(probability * share, [*ways, *cycle], tokens[-2], num_tokens)
 
     def _tree(self, before: int, root: int, room: int) -> SlowTree:
         if (root, room) not in self._drafts:
@@ -259,5 +255,3 @@ class TableReference:
         if size is not None:
             return TableDrafter(self.log_probs).propose(root, size)
         return Draft(DraftTree.root_only(root), None, torch.tensor([-1]))
-
-
