@@ -91,8 +91,21 @@ def _check_messages(messages: Sequence[Any]) -> None:
                 f"content of chat message {number} must be text, got "
                 f"{type(message['content']).__name__}"
             )
+        if not _is_utf8(message["content"]):
+            raise ValueError(
+                f"content of chat message {number} holds bytes that are not UTF-8; decode it first"
+            )
     if messages[-1]["role"] == "user" and not messages[-1]["content"]:
         raise ValueError("the prompt is empty; give at least one character")
+
+
+def _is_utf8(text: str) -> bool:
+    """False for text with lone surrogates, which is what undecodable bytes become."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _check_ids(ids: Tensor, vocabulary_size: int) -> Tensor:
@@ -120,8 +133,13 @@ def _check_ids(ids: Tensor, vocabulary_size: int) -> Tensor:
 class Detokenizer:
     """Turns ids into text as they come, never inside a multi-byte character.
 
-    All pieces joined, `flush` included, are the decoding of all ids.
+    All pieces joined, `flush` included, are the decoding of all ids. The one exception are bytes
+    that make no character: some tokenizers, when they meet one, take back readable text before it,
+    which has been shown by then.
     """
+
+    # A character has at most four bytes. More tokens than this without text are no character.
+    _MAX_UNREAD = 8
 
     # Decoding can look back (a leading space, a byte run), so the last readable piece is decoded
     # again with each new one.
@@ -135,7 +153,8 @@ class Detokenizer:
         """Takes one id; returns the text that it made readable, which may be none."""
         self._ids.append(token_id)
         known, text = self._decode(self._read), self._decode(len(self._ids))
-        if len(text) <= len(known) or text.endswith("\ufffd"):
+        is_unread = len(text) <= len(known) or text.endswith("\ufffd")
+        if is_unread and len(self._ids) - self._read <= self._MAX_UNREAD:
             return ""
         self._start, self._read = self._read, len(self._ids)
         return text[len(known) :]
@@ -228,10 +247,24 @@ def special_token_id(string: str, tokenizer: Any) -> int | None:
     return None
 
 
-def merge_stop_ids(*sources: int | Iterable[int] | None) -> frozenset[int]:
-    """Every id of every source: generation config, tokenizer, user."""
+def merge_stop_ids(*sources: object) -> frozenset[int]:
+    """Every id of every source: generation config, tokenizer, user.
+
+    Args:
+        *sources: a whole number, several, a tensor of them, or None each. Negative ids, which some
+            configs write for "none", never occur and are left out.
+
+    Raises:
+        TypeError: for anything else.
+    """
     merged: set[int] = set()
     for source in sources:
-        if source is not None:
-            merged.update([source] if isinstance(source, int) else source)
-    return frozenset(merged)
+        values = source.flatten().tolist() if isinstance(source, Tensor) else source
+        ids = values if isinstance(values, list | tuple | set | frozenset) else [values]
+        for token_id in ids:
+            if token_id is None:
+                continue
+            if isinstance(token_id, bool) or not isinstance(token_id, int):
+                raise TypeError(f"stop ids must be whole numbers, got {source!r}")
+            merged.add(token_id)
+    return frozenset(token_id for token_id in merged if token_id >= 0)

@@ -14,7 +14,12 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    StrictDataclassError,
+)
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -28,6 +33,7 @@ from transformers import (
 
 from eagle_fsd.default_target import DEMO, ensure_default_target, load_gguf_tokenizer
 from eagle_fsd.draft_head import DraftHead, DraftHeadConfig
+from eagle_fsd.target import ATTENTION_IMPLEMENTATIONS
 
 logger = logging.getLogger(__name__)
 
@@ -49,13 +55,30 @@ _DAMAGED = (
     TypeError,
     AssertionError,
 )
+# What transformers raises for damaged or odd folders, beside those: there is no common base.
+_LOADING_ERRORS = (*_DAMAGED, ArithmeticError, ImportError, StrictDataclassError)
+# Options that say where files come from, and so hold for the tokenizer too.
+_ACCESS_OPTIONS = (
+    "revision",
+    "token",
+    "subfolder",
+    "cache_dir",
+    "local_files_only",
+    "force_download",
+    "proxies",
+    "trust_remote_code",
+)
 
 
-def load_target(target: str | Path, **options: Any) -> tuple[PreTrainedModel, Any]:
+def load_target(
+    target: str | Path, kind: str = "target", *, tokenizer: Any | None = None, **options: Any
+) -> tuple[PreTrainedModel, Any]:
     """Loads an unmodified causal LM and its tokenizer.
 
     Args:
         target: "demo" (fetched on first use), a folder, a .gguf file, or a hub id.
+        kind: what messages call it.
+        tokenizer: a loaded one, instead of the target's own.
         **options: for transformers' `from_pretrained`: dtype, device_map, revision, token,
             quantization_config, attn_implementation, ...
 
@@ -64,9 +87,17 @@ def load_target(target: str | Path, **options: Any) -> tuple[PreTrainedModel, An
         TypeError: for a target that is neither text nor a path.
         ValueError: for a hub id that cannot be loaded, or files that make no whole causal LM.
     """
-    shared = {key: options[key] for key in ("revision", "token") if options.get(key) is not None}
     options = {key: value for key, value in options.items() if value is not None}
-    source, files = _locate_target(target)
+    attention = options.get("attn_implementation", "sdpa")
+    if attention not in ATTENTION_IMPLEMENTATIONS:
+        raise ValueError(
+            f"attention {attention!r} takes no tree mask; use one of "
+            f"{list(ATTENTION_IMPLEMENTATIONS)}"
+        )
+    source, files = _locate_target(target, kind)
+    if "revision" in options and Path(source).exists():
+        raise ValueError(f"revision {options['revision']!r} applies to hub ids, {source} is local")
+    access = {key: options[key] for key in _ACCESS_OPTIONS if key in options}
     if "gguf_file" in files:
         # Left in its blocks, a GGUF target dequantizes at every call and cannot be saved.
         options.setdefault("quantization_config", GgufConfig(dequantize=True))
@@ -74,14 +105,20 @@ def load_target(target: str | Path, **options: Any) -> tuple[PreTrainedModel, An
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source, **files, **options, output_loading_info=True
         )
-        tokenizer = _load_tokenizer(source, files, shared)
-    except (OSError, ValueError, KeyError, SafetensorError, RuntimeError) as error:
-        raise ValueError(f"cannot load target {str(target)!r}: {_first_line(error)}") from error
+        tokenizer = tokenizer or _load_tokenizer(source, files, access)
+    except _LOADING_ERRORS as error:
+        raise ValueError(f"cannot load {kind} {str(target)!r}: {_reason(error)}") from error
     model, report = loaded
     if missing := sorted(report["missing_keys"]):  # transformers fills them with random numbers
         raise ValueError(
-            f"cannot load target {str(target)!r}: {len(missing)} tensors are missing, the "
+            f"cannot load {kind} {str(target)!r}: {len(missing)} tensors are missing, the "
             f"first is {missing[0]!r}"
+        )
+    unexpected = sorted(key for key in report["unexpected_keys"] if not key.endswith(_DERIVED))
+    if unexpected:
+        raise ValueError(
+            f"cannot load {kind} {str(target)!r}: {len(unexpected)} tensors are not in the model "
+            f"that its config describes, the first is {unexpected[0]!r}"
         )
     return model.eval(), tokenizer
 
@@ -99,22 +136,30 @@ def load_target_config(target: str | Path) -> Any:
         FileNotFoundError: for a path that is not there.
         ValueError: for something that has no config.
     """
-    source, files = _locate_target(target)
+    source, files = _locate_target(target, "target")
     try:
         return AutoConfig.from_pretrained(source, **files)
-    except (OSError, ValueError, KeyError) as error:
+    except _LOADING_ERRORS as error:
         raise ValueError(
-            f"cannot read the config of target {str(target)!r}: {_first_line(error)}"
+            f"cannot read the config of target {str(target)!r}: {_reason(error)}"
         ) from error
 
 
-def _locate_target(target: str | Path) -> tuple[str, dict[str, str]]:
+def _reason(error: BaseException) -> str:
+    """The first line of an error, with its kind where the line alone says little."""
+    line = _first_line(error)
+    says_little = isinstance(error, LookupError | AttributeError | TypeError | ArithmeticError)
+    return f"{type(error).__name__}: {line}" if says_little else line
+
+
+def _locate_target(target: str | Path, kind: str) -> tuple[str, dict[str, str]]:
     """What transformers loads from, and the extra arguments that name the file."""
     if not isinstance(target, str | Path):
         raise TypeError(
-            "target must be a hub id, a path or a loaded transformers model, got "
+            f"{kind} must be a hub id, a path or a loaded transformers model, got "
             f"{type(target).__name__}"
         )
+    _refuse_empty(target, kind)
     if target == DEMO:
         return str(ensure_default_target()), {}
     path = Path(target).expanduser()
@@ -127,11 +172,31 @@ def _locate_target(target: str | Path) -> tuple[str, dict[str, str]]:
     if path.is_dir():
         if not (path / CONFIG).is_file():
             raise FileNotFoundError(
-                f"folder {path} has no {CONFIG}; a target is a transformers folder or a .gguf file"
+                f"folder {path} has no {CONFIG}; a {kind} is a transformers folder or a .gguf file"
             )
+        _refuse_damaged_json(path / "generation_config.json")
         return str(path), {}
-    _refuse_path(str(target), "target")
+    if path.is_file():
+        raise ValueError(f"a {kind} is a transformers folder or a .gguf file, got the file {path}")
+    _refuse_path(str(target), kind)
     return str(target), {}
+
+
+def _refuse_damaged_json(path: Path) -> None:
+    """A generation config that cannot be read would silently be none, and its stops with it."""
+    if not path.is_file():
+        return
+    try:
+        is_object = isinstance(json.loads(path.read_text(encoding="utf-8")), dict)
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        is_object = False
+    if not is_object:
+        raise ValueError(f"{path} is not a JSON object; mend it or remove it")
+
+
+def _refuse_empty(name: str | Path, kind: str) -> None:
+    if name == "":
+        raise ValueError(f"the {kind} is empty; give a folder, a hub id or {DEMO!r}")
 
 
 def _refuse_path(name: str, kind: str) -> None:
@@ -157,6 +222,7 @@ def locate_head(
     """
     if not isinstance(head, str | Path):
         raise TypeError(f"draft_head must be a hub id or a path, got {type(head).__name__}")
+    _refuse_empty(head, "draft head")
     if head == DEMO:
         return DEMO_HEAD
     path = Path(head).expanduser()
@@ -403,8 +469,11 @@ def _rope_parameters(raw: dict[str, Any]) -> dict[str, Any]:
     scaling = dict(raw.get("rope_scaling") or {})
     if "type" in scaling:
         scaling.setdefault("rope_type", scaling.pop("type"))
-    theta = new.get("rope_theta") or raw.get("rope_theta") or scaling.get("rope_theta") or 10000.0
-    return {"rope_type": "default"} | scaling | dict(new) | {"rope_theta": float(theta)}
+    written = (source.get("rope_theta") for source in (new, raw, scaling))
+    theta = float(next((value for value in written if value is not None), 10000.0))
+    if not theta > 0.0:
+        raise ValueError(f"rope_theta of a draft head must be > 0, got {theta}")
+    return {"rope_type": "default"} | scaling | dict(new) | {"rope_theta": theta}
 
 
 def _config_json(config: DraftHeadConfig, dtype: str) -> dict[str, Any]:

@@ -6,6 +6,8 @@ import argparse
 import math
 from dataclasses import dataclass
 
+# Beyond this temperature every law is uniform, and float32 runs out.
+MAX_TEMPERATURE = 1e6
 # Below this temperature the target's law is a point mass for every practical purpose, and logits /
 # temperature overflow.
 MIN_TEMPERATURE = 1e-5
@@ -87,7 +89,7 @@ class SamplingConfig:
     The warpers apply in the order of the fields, as transformers applies them.
 
     Attributes:
-        temperature: >= 0; 0 (and anything below 1e-5) takes the most probable token.
+        temperature: in [0, 1e6]; 0 (and anything below 1e-5) takes the most probable token.
         top_k: keep the k most probable tokens, ties with the k-th included; 0 keeps all.
         top_p: keep the smallest set of tokens whose mass reaches top_p; in (0, 1], 1 keeps all.
         min_p: keep tokens with at least min_p times the highest probability; in [0, 1], 0 keeps
@@ -109,6 +111,11 @@ class SamplingConfig:
         if not (math.isfinite(self.temperature) and self.temperature >= 0.0):
             raise ValueError(
                 f"temperature must be finite and >= 0, got {self.temperature}; 0 is greedy"
+            )
+        if self.temperature > MAX_TEMPERATURE:
+            raise ValueError(
+                f"temperature must be <= {MAX_TEMPERATURE:g}, where every law is uniform, got "
+                f"{self.temperature}"
             )
         if self.top_k < 0:
             raise ValueError(f"top_k must be >= 0, got {self.top_k}; 0 turns it off")

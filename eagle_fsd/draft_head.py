@@ -65,6 +65,8 @@ class DraftHeadConfig:
                 raise ValueError(
                     f"{name} of a draft head must be a whole number >= 1, got {value!r}"
                 )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim of a draft head must be even for RoPE, got {self.head_dim}")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 "num_key_value_heads must divide num_attention_heads, got "

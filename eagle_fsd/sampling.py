@@ -39,6 +39,7 @@ def law_log_probs(logits: Tensor, config: SamplingConfig) -> Tensor:
         mass = ordered.softmax(dim=-1)
         # A token stays while the mass before it is short of top_p: the best one always does.
         dropped = (mass.cumsum(dim=-1) - mass) >= config.top_p
+        dropped[..., 0] = False  # a top_p that float32 rounds to 0
         scores = scores.masked_fill(
             torch.zeros_like(dropped).scatter(-1, order, dropped), -torch.inf
         )

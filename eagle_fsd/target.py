@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from eagle_fsd.cache import PreallocatedCache
 from eagle_fsd.chat import merge_stop_ids
 from eagle_fsd.errors import UnsupportedModelError
+from eagle_fsd.turnstile import Turnstile
 from tree import DraftTree, additive_mask, ancestor_mask, sliding_additive_mask, tree_position_ids
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,32 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 # RoPE kinds whose angles of *all* positions change once the original length is passed: cached keys
 # would be wrong.
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+
+# Settings of a generation config that change even greedy ids, with the values that do not.
+_NEUTRAL_SETTINGS: dict[str, tuple[Any, ...]] = {
+    "repetition_penalty": (1.0,),
+    "encoder_repetition_penalty": (1.0,),
+    "no_repeat_ngram_size": (0,),
+    "encoder_no_repeat_ngram_size": (0,),
+    "num_beams": (1,),
+    "num_beam_groups": (1,),
+    "min_length": (0,),
+    "min_new_tokens": (0,),
+    "suppress_tokens": ([],),
+    "begin_suppress_tokens": ([],),
+    "bad_words_ids": ([],),
+    "forced_bos_token_id": (),
+    "forced_eos_token_id": (),
+    "exponential_decay_length_penalty": (),
+    "sequence_bias": ({},),
+    "guidance_scale": (1.0,),
+    "stop_strings": ([],),
+    "watermarking_config": (),
+    "dola_layers": (),
+    "constraints": (),
+    "force_words_ids": (),
+}
 
 
 @dataclass(frozen=True)
@@ -64,6 +91,8 @@ class Target(Protocol):
     def output_device(self) -> torch.device: ...
     @property
     def stop_ids(self) -> frozenset[int]: ...
+    @property
+    def turnstile(self) -> Turnstile: ...
 
     def start(self, capacity: int) -> None: ...
     def prefill(self, input_ids: Tensor) -> TargetOutput: ...
@@ -93,6 +122,8 @@ class TargetModel:
         self._prefill_chunk = prefill_chunk
         self._cache = PreallocatedCache(self.config.num_hidden_layers)
         self._tree_start = 0
+        self.turnstile = Turnstile()
+        _warn_of_ignored_settings(model)
         if self.dtype == torch.float16 and self.config.model_type.startswith("qwen2"):
             logger.warning(
                 "%s overflows in float16 at times; prefer bfloat16", type(model).__name__
@@ -157,7 +188,14 @@ class TargetModel:
 
     @torch.inference_mode()
     def start(self, capacity: int) -> None:
-        """Forgets the last request and makes room for `capacity` rows."""
+        """Forgets the last request and makes room for `capacity` rows.
+
+        Raises:
+            ValueError: the model was changed since it was looked at.
+        """
+        _refuse_training_mode(self.model)
+        if self.model.get_output_embeddings() is not self._lm_head:
+            raise ValueError("the target's lm_head was replaced; make a new decoder for it")
         self._cache.reserve(capacity)
 
     @torch.inference_mode()
@@ -302,10 +340,7 @@ def _refuse_unsupported(model: PreTrainedModel) -> None:
         )
     if model.get_output_embeddings() is None:
         raise UnsupportedModelError(f"{name} has no lm_head; load it with AutoModelForCausalLM")
-    if model.training:
-        raise ValueError(
-            f"{name} is in training mode, where dropout changes its logits; call model.eval() first"
-        )
+    _refuse_training_mode(model)
     implementation = config._attn_implementation
     if implementation not in ATTENTION_IMPLEMENTATIONS:
         raise UnsupportedModelError(
@@ -316,4 +351,30 @@ def _refuse_unsupported(model: PreTrainedModel) -> None:
     if unknown:
         raise UnsupportedModelError(
             f"{name} has layers of type {unknown}; supported are {list(LAYER_TYPES)}"
+        )
+
+
+def _refuse_training_mode(model: PreTrainedModel) -> None:
+    if model.training:
+        raise ValueError(
+            f"{type(model).__name__} is in training mode, where dropout changes its logits; call "
+            "model.eval() first"
+        )
+
+
+def _warn_of_ignored_settings(model: PreTrainedModel) -> None:
+    """Names what `model.generate` would apply by the model's generation config and we do not."""
+    config: Any = getattr(model, "generation_config", None)
+    asked = {name: getattr(config, name, None) for name in _NEUTRAL_SETTINGS}
+    active = [
+        f"{name}={value!r}"
+        for name, value in asked.items()
+        if value is not None and value not in _NEUTRAL_SETTINGS[name]
+    ]
+    if active:
+        logger.warning(
+            "the generation config of %s asks for %s, which is not applied: ids are those of "
+            "model.generate without it",
+            type(model).__name__,
+            ", ".join(active),
         )

@@ -146,7 +146,7 @@ class ScoredTree:
         if self.draft.log_probs is not None and law_row >= 0:
             draft_log_probs = self.draft.log_probs[law_row].to(logits.device)
         # Stop ids past the vocabulary have no probability to keep.
-        stops = sorted(token for token in self.verifier.stop_ids if token < logits.shape[-1])
+        stops = sorted(token for token in self.verifier.stop_ids if 0 <= token < logits.shape[-1])
         return Node(
             target_logits=logits,
             target_probs=law_log_probs(logits, sampling).exp(),

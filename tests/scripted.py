@@ -13,6 +13,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from eagle_fsd.config import TreeConfig
 from eagle_fsd.decoder import GenerationResult, SpeculativeDecoder, Step
 from eagle_fsd.target import TargetOutput
+from eagle_fsd.turnstile import Turnstile
 from tests.stubs import PathDrafter
 from tree import DraftTree
 
@@ -64,6 +65,7 @@ class ScriptTarget:
         self.script = script
         self.stop_ids = stop_ids
         self.max_positions = max_positions
+        self.turnstile = Turnstile()
         self._tree: DraftTree | None = None
         self._num_rows = self._num_prompt = 0
 

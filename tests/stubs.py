@@ -14,6 +14,7 @@ from eagle_fsd.config import TreeConfig
 from eagle_fsd.draft_head import DraftHead, DraftHeadConfig
 from eagle_fsd.drafter import Draft, HeadDrafter
 from eagle_fsd.target import TargetModel, TargetOutput
+from eagle_fsd.turnstile import Turnstile
 from tree import DraftTree
 
 VOCABULARY = 128
@@ -193,6 +194,7 @@ class TableTarget:
     max_positions = 1_000_000
 
     def __init__(self, logits: Tensor, stop_ids: frozenset[int] = frozenset()) -> None:
+        self.turnstile = Turnstile()
         self.table = logits
         self.stop_ids = stop_ids
         self.tokens: list[int] = []

@@ -178,7 +178,7 @@ class FlatScript(ScriptTarget):
 
 
 def test_nodes_of_tokens_that_are_cut_off_do_not_count() -> None:
-    """A stop string in the middle of a cycle: what the walk spent behind it is not in the ledger."""
+    """A stop string in the middle of a cycle: what was spent behind it is not in the ledger."""
     script = list(b"abXcdefghi")
     decoder = SpeculativeDecoder(
         FlatScript(script), PathDrafter(script, 3, is_right=True), byte_tokenizer()

@@ -319,3 +319,18 @@ def test_random_texts_with_random_stops_are_cut_alike_by_tree_and_plain_decoding
         assert (result.text, result.token_ids) == (plain.text, plain.token_ids)
         assert not any(stop in result.text for stop in stops)
         assert text.startswith(result.text)
+
+
+def test_text_that_is_not_utf8_is_refused() -> None:
+    tokenizer = byte_tokenizer()
+    with pytest.raises(ValueError, match="not UTF-8"):
+        encode_prompt("a\udcff", tokenizer, len(tokenizer))
+
+
+def test_lone_bytes_are_not_held_back_for_ever() -> None:
+    tokenizer = byte_tokenizer()
+    detokenizer = Detokenizer(tokenizer)
+    lone = tokenizer("é")["input_ids"][0]
+    pieces = [detokenizer.add(lone) for _ in range(40)]
+    assert any(pieces)
+    assert "".join(pieces) + detokenizer.flush() == tokenizer.decode([lone] * 40)

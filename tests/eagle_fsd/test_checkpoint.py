@@ -507,12 +507,73 @@ def test_a_folder_without_its_files_says_which(folder):
         load_head(folder)
 
 
-@pytest.mark.parametrize("place", ["./nothing", "/nothing/here", "~/nothing-here", "a/b/c", ""])
+@pytest.mark.parametrize("place", ["./nothing", "/nothing/here", "~/nothing-here", "a/b/c"])
 def test_a_path_that_is_not_there_is_named(place):
     with pytest.raises(FileNotFoundError, match=r"no draft head at|has no config\.json"):
         load_head(place)
     with pytest.raises(FileNotFoundError, match=r"no target at|has no config\.json"):
         load_target(place)
+
+
+def test_an_empty_name_is_not_the_current_folder():
+    with pytest.raises(ValueError, match="the draft head is empty"):
+        load_head("")
+    with pytest.raises(ValueError, match="the target is empty"):
+        load_target("")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"hidden_size": "abc"},
+        {"num_attention_heads": 0},
+        {"hidden_act": "nope"},
+        {"quantization_config": 5},
+        {"max_position_embeddings": None},
+    ],
+    ids=str,
+)
+def test_a_damaged_target_config_is_one_sentence(tmp_path, changes):
+    tiny_model().save_pretrained(tmp_path)
+    config = tmp_path / CONFIG
+    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+    with pytest.raises(ValueError, match="cannot load target"):
+        load_target(tmp_path, tokenizer=object())
+
+
+def test_a_target_that_is_more_than_its_config_is_refused(tmp_path):
+    tiny_model().save_pretrained(tmp_path)
+    config = tmp_path / CONFIG
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_hidden_layers": 1}))
+    with pytest.raises(ValueError, match="tensors are not in the model that its config describes"):
+        load_target(tmp_path, tokenizer=object())
+
+
+def test_a_damaged_generation_config_is_refused(tmp_path):
+    tiny_model().save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"generation_config\.json is not a JSON object"):
+        load_target(tmp_path, tokenizer=object())
+
+
+def test_a_revision_of_a_local_folder_is_refused(tmp_path):
+    tiny_model().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="applies to hub ids"):
+        load_target(tmp_path, tokenizer=object(), revision="main")
+
+
+def test_flash_attention_is_refused_before_loading(tmp_path):
+    tiny_model().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="takes no tree mask"):
+        load_target(tmp_path, attn_implementation="flash_attention_2")
+
+
+def test_a_given_tokenizer_stands_in_for_the_targets_own(tmp_path):
+    tiny_model().save_pretrained(tmp_path)
+    tokenizer = object()
+    assert load_target(tmp_path, tokenizer=tokenizer)[1] is tokenizer
+    with pytest.raises(ValueError, match="cannot load target"):
+        load_target(tmp_path)
 
 
 def test_a_file_is_no_head_folder(folder):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -35,7 +36,7 @@ WARPERS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0, "top_k": 3},
     {"temperature": 1.0, "top_k": 4, "min_p": 0.05},
 )
-NUM_SEEDS = 1200
+NUM_SEEDS = 800
 STOPS = frozenset({3})
 
 
@@ -82,7 +83,7 @@ def test_fuzzy_at_threshold_0_gives_the_ids_of_exact(
             if number < 10
             else (table_decoder(number), torch.tensor([[rng.randrange(5), rng.randrange(5)]]))
         )
-        options = WARPERS[number % len(WARPERS)] | {"max_new_tokens": 10, "seed": number}
+        options = WARPERS[number % len(WARPERS)] | {"max_new_tokens": 8, "seed": number}
         exact = decoder.generate(prompt, tree="8,3,3", **options)
         fuzzy = decoder.generate(prompt, tree="8,3,3", rule=rule, **options)
         assert fuzzy.token_ids == exact.token_ids
@@ -101,7 +102,7 @@ def test_every_rule_at_its_lossless_value_gives_the_ids_of_exact(
             if number < 2
             else (table_decoder(number), torch.tensor([[rng.randrange(5), rng.randrange(5)]]))
         )
-        options = WARPERS[number % len(WARPERS)] | {"max_new_tokens": 10, "seed": number}
+        options = WARPERS[number % len(WARPERS)] | {"max_new_tokens": 8, "seed": number}
         exact = decoder.generate(prompt, tree="8,3,3", **options)
         assert (
             decoder.generate(prompt, tree="8,3,3", rule=written, **options).token_ids
@@ -201,7 +202,7 @@ def test_expected_acceptance_length_grows_with_the_threshold_on_every_tree(
             observer=recorder.observe,
         )
         lengths = [total.acceptance_length for total in recorder.totals]
-        assert all(a <= b + 1e-9 for a, b in zip(lengths, lengths[1:], strict=False))
+        assert all(a <= b + 1e-9 for a, b in pairwise(lengths))
         num_grown += lengths[-1] > lengths[0]
     assert num_grown > 15
 
@@ -220,7 +221,7 @@ def test_live_acceptance_length_grows_with_the_threshold() -> None:
                 max_new_tokens=12,
                 seed=seed,
             ).stats
-            for seed in range(80)
+            for seed in range(50)
         ]
         emitted = sum(stats.num_tokens - 1 for stats in runs)
         lengths.append(emitted / sum(stats.num_cycles for stats in runs))
@@ -236,8 +237,8 @@ LAW_CASES = (
     ("fuzzy:0.2:js", PLAIN, frozenset(), "10,3,3"),
     ("fuzzy:0.2:js", CUT, STOPS, "6,3,2"),
     ("fuzzy:0.6:kl_draft_target", PLAIN, STOPS, "3,3,1"),
-    ("coverage:0.5", PLAIN, STOPS, "6,3,2"),
-    ("coverage:0.5", CUT, frozenset(), "3,3,1"),
+    ("coverage:1", PLAIN, STOPS, "6,3,2"),
+    ("coverage:1", CUT, frozenset(), "3,3,1"),
     ("lenience:0.4", PLAIN, STOPS, "3,3,1"),
     ("cactus:0.2", PLAIN, STOPS, "3,3,1"),
     ("head_set:0.7:nucleus", PLAIN, STOPS, "6,3,2"),

@@ -99,3 +99,18 @@ def test_noise_depends_on_seed_token_number_and_stream_alone() -> None:
     coins = [noise.rescue(index)[0] for index in range(200)]
     assert 0.35 < sum(coins) / 200 < 0.65
     assert all(0.0 <= coin < 1.0 for coin in coins)
+
+
+def test_a_top_p_that_float32_rounds_to_zero_keeps_the_best_token() -> None:
+    logits = torch.tensor([0.1, 2.0, 0.3])
+    for top_p in (1e-300, 1e-46, 1e-9):
+        law = law_log_probs(logits, SamplingConfig(temperature=1.0, top_p=top_p)).exp()
+        assert law.tolist() == [0.0, 1.0, 0.0]
+
+
+def test_the_hottest_law_is_still_a_law() -> None:
+    logits = torch.tensor([-math.inf, 2.0, 50.0])
+    law = law_log_probs(logits, SamplingConfig(temperature=1e6)).exp()
+    torch.testing.assert_close(law, torch.tensor([0.0, 0.5, 0.5]), atol=1e-4, rtol=0)
+    with pytest.raises(ValueError, match="temperature must be <="):
+        SamplingConfig(temperature=1e39)

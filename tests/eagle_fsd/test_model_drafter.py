@@ -195,7 +195,7 @@ def test_other_padding_rows_change_nothing_about_exact_ids(rows: int) -> None:
     assert isinstance(drafter, WatchedDrafter)
     assert drafter.has_reduced_vocabulary == (rows < VOCABULARY)
     met = 0
-    for seed in range(6):
+    for seed in range(3):
         prompt = torch.cat([random_prompt(rng), torch.tensor([[VOCABULARY - 1]])], dim=1)
         for options in SETTINGS[::2]:
             plain = decoder.plain(prompt, seed=seed, max_new_tokens=15, **options)

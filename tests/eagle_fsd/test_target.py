@@ -167,6 +167,51 @@ def test_the_target_is_not_changed() -> None:
     assert set(vars(model)) | {f"model.{name}" for name in vars(model.model)} == attributes
 
 
+def test_a_model_changed_since_it_was_looked_at_is_refused() -> None:
+    target = TargetModel(tiny_model())
+    target.model.train()
+    with pytest.raises(ValueError, match=r"call model\.eval"):
+        target.start(8)
+    target.model.eval()
+    target.start(8)
+    target.model.set_output_embeddings(torch.nn.Linear(32, VOCABULARY, bias=False))
+    with pytest.raises(ValueError, match="lm_head was replaced"):
+        target.start(8)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("repetition_penalty", 1.3), ("suppress_tokens", [4]), ("num_beams", 3), ("min_length", 9)],
+)
+def test_settings_of_the_generation_config_that_are_not_applied_are_named(
+    setting: str, value: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny_model()
+    TargetModel(model)
+    assert not caplog.records
+    setattr(model.generation_config, setting, value)
+    TargetModel(model)
+    assert f"{setting}={value!r}" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("eos", "expected"),
+    [(None, set()), (3, {3}), ([3, 5], {3, 5}), (-1, set()), (torch.tensor([4]), {4})],
+)
+def test_stop_ids_of_every_written_form_are_understood(eos: object, expected: set[int]) -> None:
+    model = tiny_model()
+    model.generation_config.eos_token_id = eos
+    assert TargetModel(model).stop_ids == expected
+
+
+@pytest.mark.parametrize("eos", ["abc", [[1]], 1.0, True])
+def test_stop_ids_that_are_no_numbers_are_refused(eos: object) -> None:
+    model = tiny_model()
+    model.generation_config.eos_token_id = eos
+    with pytest.raises(TypeError, match="whole numbers"):
+        _ = TargetModel(model).stop_ids
+
+
 @pytest.mark.parametrize(
     ("make", "reason"),
     [

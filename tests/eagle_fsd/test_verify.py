@@ -319,9 +319,9 @@ def test_the_rescue_stream_leaves_exact_draws_before_the_first_rescue_unchanged(
         )
         return [token for step in steps for token in step.tokens]
 
-    before = [tokens(seed) for seed in range(60)]
+    before = [tokens(seed) for seed in range(40)]
     monkeypatch.setattr("eagle_fsd.decoder.SeededNoise", OtherRescues)
-    after = [tokens(seed) for seed in range(60)]
+    after = [tokens(seed) for seed in range(40)]
     num_different = num_compared = 0
     for one, other in zip(before, after, strict=True):
         origins = [(a.origin, b.origin) for a, b in zip(one, other, strict=True)]
@@ -332,9 +332,9 @@ def test_the_rescue_stream_leaves_exact_draws_before_the_first_rescue_unchanged(
         num_compared += first
         num_different += one != other
     assert num_different > 5
-    assert num_compared > 60
+    assert num_compared > 40
     monkeypatch.setattr("eagle_fsd.decoder.SeededNoise", OtherDraws)
-    assert [tokens(seed) for seed in range(60)] != before
+    assert [tokens(seed) for seed in range(40)] != before
 
 
 # Numbers that are none
@@ -371,7 +371,7 @@ def test_a_node_without_finite_logits_is_reached_by_exact_draws_alone(
 ) -> None:
     """It becomes the next root; other nodes are as they were: exact ids stay those of plain."""
     num_met = 0
-    for seed in range(25):
+    for seed in range(15):
         logits, draft = tables(seed)
         options: dict[str, Any] = {
             "temperature": temperature,
@@ -406,9 +406,13 @@ def test_a_root_without_finite_logits_is_an_error(bad: Tensor, temperature: floa
     options: dict[str, Any] = {"temperature": temperature, "rule": "fuzzy:inf:js"}
     for seed in range(10):
         text: list[int] = []
-        with pytest.raises(NonFiniteLogitsError, match="logits hold NaN"):
+
+        def read(into: list[int] = text, seed: int = seed) -> None:
             for step in decoder.stream(PROMPT, tree="10,3,3", seed=seed, **options):
-                text += [token.id for token in step.tokens]
+                into += [token.id for token in step.tokens]
+
+        with pytest.raises(NonFiniteLogitsError, match="logits hold NaN"):
+            read()
         assert text[-1] == 4
         assert 4 not in text[:-1]
 
