@@ -8,12 +8,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from eagle_fsd.acceptance import add_rule_arguments, rule_from_args
-from eagle_fsd.calibrate import calibrate, grid, read_prompts, save
+from eagle_fsd.calibrate import calibrate, grid, make_folder, read_prompts, save
 from eagle_fsd.checkpoint import (
     check_fit,
     describe_head,
@@ -257,13 +258,16 @@ def _calibrate(args: argparse.Namespace) -> int:
     divergences = _split(args.divergence)
     rules = [rule for name in _split(args.rule) for rule in grid(name, divergences, knobs)]
     _require_drafter(args)
+    bound = args.max_regret_per_token if sampling.is_greedy else args.max_kl_per_token
+    if bound is not None and not bound >= 0.0:
+        raise ValueError(f"the wish for a cost per token must be >= 0 nats, got {bound}")
     prompts = read_prompts(args.prompts)[: args.limit]
     decoder = _load_decoder(args)
+    make_folder(args.output)  # before the work, not after it
     options = {"max_new_tokens": args.max_new_tokens, "seed": args.seed}
     calibration = calibrate(decoder, prompts, rules, dataclasses.asdict(sampling) | options)
     text, picture = save(calibration, args.output)
     _write(f"{calibration.table()}\n\nwritten: {text}, {picture}\n")
-    bound = args.max_regret_per_token if sampling.is_greedy else args.max_kl_per_token
     if gain is None and bound is None:
         return 0
     chosen = calibration.for_gain(gain) if gain is not None else calibration.within_cost(bound)
@@ -288,7 +292,7 @@ def _share(text: str) -> float:
     """A share written as 20% or as 0.2."""
     number = _number("--acceptance-gain", text.removesuffix("%"))
     share = number / 100 if text.endswith("%") else number
-    if not share >= 0:
+    if not 0.0 <= share < math.inf:
         raise ValueError(f"--acceptance-gain must be >= 0, such as 20%, got {text!r}")
     return share
 

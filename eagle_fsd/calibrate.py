@@ -212,10 +212,24 @@ def calibrate(
     return Calibration(totals[0], rows, is_greedy, num_prompts, {"tree": tree, **options})
 
 
+def make_folder(folder: str | Path) -> Path:
+    """The output folder, made when it is absent.
+
+    Raises:
+        ValueError: when it is empty text, or a file.
+    """
+    if not str(folder):
+        raise ValueError("the output folder is empty; name one, . is the current one")
+    path = Path(folder)
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"output {str(folder)!r} is a file; name a folder")
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
 def save(calibration: Calibration, folder: str | Path) -> tuple[Path, Path]:
     """Writes calibration.json and calibration.png, each whole or not at all."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = make_folder(folder)
     text, picture = folder / "calibration.json", folder / "calibration.png"
     with tempfile.TemporaryDirectory(dir=folder) as staging:
         draft = Path(staging) / text.name

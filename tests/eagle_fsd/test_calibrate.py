@@ -332,6 +332,9 @@ def test_the_command_serves_both_temperatures_and_both_drafters(
         ({"acceptance_gain": "x%"}, "--acceptance-gain takes numbers, got 'x'"),
         ({"acceptance_gain": "-5%"}, "--acceptance-gain must be >= 0*got '-5%'"),
         ({"acceptance_gain": "nan"}, "--acceptance-gain must be >= 0"),
+        ({"acceptance_gain": "inf"}, "--acceptance-gain must be >= 0"),
+        ({"max_kl_per_token": -1.0}, "cost per token must be >= 0 nats, got -1.0"),
+        ({"max_kl_per_token": "nan"}, "cost per token must be >= 0 nats, got nan"),
         ({"max_regret_per_token": 1.0}, "needs temperature 0; use --max-kl-per-token"),
         ({"temperature": 0.0, "max_kl_per_token": 1.0}, "use --max-regret-per-token"),
         ({"temperature": -1.0}, "temperature must be*got -1.0"),
@@ -364,11 +367,22 @@ def test_bad_input_is_one_line_and_status_2_and_writes_nothing(
     assert not output.exists()
 
 
-@pytest.mark.parametrize("changes", [{"acceptance_gain": "9900%"}, {"max_kl_per_token": -1.0}])
-def test_a_wish_that_no_knob_meets_is_status_2_after_the_table(
-    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any]
+def test_an_output_that_is_a_file_is_named_before_the_work(
+    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert status(arguments(models, tmp_path, **changes)) == 2
+    output = tmp_path / "taken"
+    output.write_text("mine")
+    assert status(arguments(models, output)) == 2
+    assert "is a file; name a folder" in capsys.readouterr().err
+    assert output.read_text() == "mine"
+    assert status(arguments(models, "")) == 2  # type: ignore[arg-type]
+    assert "the output folder is empty" in capsys.readouterr().err
+
+
+def test_a_wish_that_no_knob_meets_is_status_2_after_the_table(
+    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert status(arguments(models, tmp_path, acceptance_gain="9900%")) == 2
     captured = capsys.readouterr()
     assert captured.err.splitlines()[-1] == (
         "eagle_fsd: no knob of the grid meets the wish; ask for less, or give --knobs"

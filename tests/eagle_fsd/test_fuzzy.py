@@ -36,7 +36,7 @@ WARPERS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0, "top_k": 3},
     {"temperature": 1.0, "top_k": 4, "min_p": 0.05},
 )
-NUM_SEEDS = 800
+NUM_SEEDS = 600
 STOPS = frozenset({3})
 
 
