@@ -18,6 +18,7 @@ from eagle_fsd.acceptance import (
     regret,
 )
 from eagle_fsd.config import SamplingConfig
+from eagle_fsd.device import supports_float64
 from eagle_fsd.drafter import Draft
 from eagle_fsd.errors import NonFiniteLogitsError
 from eagle_fsd.sampling import Noise, finite_rows, law_log_probs, race
@@ -107,8 +108,7 @@ def _require_finite(is_finite: bool) -> None:
     if not is_finite:
         raise NonFiniteLogitsError(
             "the target's logits hold NaN or +inf, or nothing finite, where the next token is "
-            "drawn; float16 overflows on "
-            "some models: try dtype bfloat16 or float32"
+            "drawn; float16 overflows on some models: try dtype bfloat16 or float32"
         )
 
 
@@ -122,6 +122,8 @@ class ScoredTree:
     """
 
     def __init__(self, draft: Draft, logits: Tensor, verifier: Verifier) -> None:
+        if not supports_float64(logits.device):  # laws and costs are weighed in float64
+            logits = logits.cpu()
         self.draft = draft
         self.logits = logits
         self.verifier = verifier
