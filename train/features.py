@@ -32,7 +32,14 @@ from eagle_fsd.checkpoint import load_target
 from eagle_fsd.device import resolve_device
 from eagle_fsd.target import TargetModel
 from train.prepare import tokenizer_identity
-from train.shards import META_FILE, SPLITS, TokenShards, read_meta, write_json
+from train.shards import (
+    META_FILE,
+    SPLITS,
+    TokenShards,
+    read_format_meta,
+    read_meta,
+    write_json,
+)
 
 LOGGER = logging.getLogger(__name__)
 
@@ -176,23 +183,8 @@ def read_features_meta(folder: str | Path) -> dict[str, Any]:
         FileNotFoundError: if the folder has none.
         ValueError: if the file is of another format or version.
     """
-    path = Path(folder) / META_FILE
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"no {META_FILE} in {str(folder)!r}: not a finished feature folder; "
-            "make or finish it with python -m train.features"
-        )
-    try:
-        meta = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{str(path)!r} is not JSON: {error}") from error
-    found = (meta.get("format"), meta.get("version")) if isinstance(meta, dict) else (None, None)
-    if found != (FORMAT_NAME, FORMAT_VERSION):
-        raise ValueError(
-            f"{str(path)!r} has format and version {found}, expected "
-            f"{(FORMAT_NAME, FORMAT_VERSION)}; make the features again"
-        )
-    return dict(meta)
+    ways_out = "make or finish it with python -m train.features", "make the features again"
+    return read_format_meta(folder, "feature", (FORMAT_NAME, FORMAT_VERSION), ways_out)
 
 
 def shards_identity(folder: str | Path) -> str:

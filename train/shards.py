@@ -64,21 +64,38 @@ def read_meta(folder: str | Path) -> dict[str, Any]:
         FileNotFoundError: if the folder has none, so that it is no finished shard folder.
         ValueError: if the file is of another format or version.
     """
+    ways_out = "make one with python -m train.prepare", "prepare the shards again"
+    return read_format_meta(folder, "shard", (FORMAT_NAME, FORMAT_VERSION), ways_out)
+
+
+def read_format_meta(
+    folder: str | Path, kind: str, expected: tuple[str, int], ways_out: tuple[str, str]
+) -> dict[str, Any]:
+    """The `meta.json` of a finished folder of some format.
+
+    Args:
+        folder: the folder.
+        kind: what messages call it.
+        expected: name and version of the format.
+        ways_out: what to do when there is no such file, and when it is of another format.
+
+    Raises:
+        FileNotFoundError: if the folder has none, so that it is not finished.
+        ValueError: if the file is of another format or version.
+    """
     path = Path(folder) / META_FILE
     if not path.is_file():
         raise FileNotFoundError(
-            f"no {META_FILE} in {str(folder)!r}: not a finished shard folder; "
-            "make one with python -m train.prepare"
+            f"no {META_FILE} in {str(folder)!r}: not a finished {kind} folder; {ways_out[0]}"
         )
     try:
         meta = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{str(path)!r} is not JSON: {error}") from error
     found = (meta.get("format"), meta.get("version")) if isinstance(meta, dict) else (None, None)
-    if found != (FORMAT_NAME, FORMAT_VERSION):
+    if found != expected:
         raise ValueError(
-            f"{str(path)!r} has format and version {found}, expected "
-            f"{(FORMAT_NAME, FORMAT_VERSION)}; prepare the shards again"
+            f"{str(path)!r} has format and version {found}, expected {expected}; {ways_out[1]}"
         )
     return dict(meta)
 
