@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
@@ -31,6 +32,7 @@ from torch import Tensor
 
 from eagle_fsd.divergence import DIVERGENCES, get_divergence, unknown_name
 
+_ASCII = re.ASCII | re.IGNORECASE  # Python's own float() reads "1_0" and other scripts' digits
 Law = Literal["raw", "warped"]
 HeadForm = Literal["min_p", "top_n", "nucleus"]
 
@@ -53,6 +55,8 @@ class Node:
         children: [K] int64, K >= 0, distinct token ids in draft order, best first.
         stops: [S] int64, stop ids in [0, V).
         num_rescued: rescues so far in this cycle.
+        target_log_probs: [V], log p, where p itself would round to 0; None takes the logarithm of
+            `target_probs`.
     """
 
     target_logits: Tensor
@@ -62,6 +66,7 @@ class Node:
     children: Tensor
     stops: Tensor
     num_rescued: int = 0
+    target_log_probs: Tensor | None = None
 
     def after(self, num_rescued: int) -> Node:
         """The same node, reached with `num_rescued` rescues in this cycle."""
@@ -99,8 +104,8 @@ class Node:
         """
         if self.warped_draft_log_probs is None:
             raise ValueError("this node has no warped draft law; compare on='raw'")
-        draft = self.warped_draft_log_probs()
-        return self.target_probs.log().to(draft.dtype), draft
+        draft, target = self.warped_draft_log_probs(), self.target_log_probs
+        return (self.target_probs.log() if target is None else target).to(draft.dtype), draft
 
     def divergence(self, name: str, on: Law = "raw") -> float:
         """D(p, q) in nats by a name that `get_divergence` takes; each is computed once."""
@@ -377,6 +382,12 @@ class _RelaxedRule(_Rule):
     budget: float | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
+        for knob in fields(self):
+            value = getattr(self, knob.name)
+            is_number = isinstance(value, Real) and not isinstance(value, bool)
+            if is_number and str(knob.type).startswith("float"):
+                # a numpy scalar or a fraction would carry its own arithmetic into the ledger
+                object.__setattr__(self, knob.name, _as_float(knob.name, value))
         if self.budget is not None:
             _check_number("budget", self.budget)
             _check_domain("budget", self.budget, self.budget >= 0, "nats >= 0; 0 is exact")
@@ -674,6 +685,7 @@ class Regret(_RescueRule):
         if isinstance(limit, bool) or not isinstance(limit, Integral):
             raise TypeError(f"max_rescues must be a whole number >= 0 or None, got {limit!r}")
         _check_domain("max_rescues", limit, limit >= 0, ">= 0, or None for no limit")
+        object.__setattr__(self, "max_rescues", int(limit))
 
     @property
     def is_lossless(self) -> bool:
@@ -795,6 +807,13 @@ def _check_number(knob: str, value: object) -> None:
         raise TypeError(f"{knob} must be a number, got {value!r}")
     if math.isnan(value):
         raise ValueError(f"{knob} must be a number, got nan")
+
+
+def _as_float(knob: str, value: Real) -> float:
+    try:
+        return float(value) + 0.0  # -0.0 becomes 0.0
+    except OverflowError as error:
+        raise ValueError(f"{knob} is too large for a number; write inf for no limit") from error
 
 
 def _check_domain(knob: str, value: object, is_allowed: bool, domain: str) -> None:
@@ -957,12 +976,10 @@ def _read_knob(name: str, text: str) -> object:
     """A written knob: a number where it reads as one; a switch is written by its own name."""
     if text == name:
         return True
-    for read in (int, float):
-        try:
-            return read(text)
-        except ValueError:
-            continue
-    return text
+    if re.fullmatch(r"[+-]?\d{1,300}", text, re.ASCII):
+        return int(text)
+    is_number = re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?|[+-]?inf|nan", text, _ASCII)
+    return float(text) if is_number else text
 
 
 def _write_knob(name: str, value: object) -> str | None:

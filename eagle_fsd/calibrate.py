@@ -69,8 +69,13 @@ class Calibration:
         return "regret" if self.is_greedy else "KL"
 
     def within_cost(self, max_cost_per_token: float) -> Row | None:
-        """The row with the greatest acceptance length at a cost per token of at most this."""
-        fitting = [row for row in self.rows if row.expectation.cost_per_token <= max_cost_per_token]
+        """The row with the greatest acceptance length, above exact's, at no more than this cost."""
+        fitting = [
+            row
+            for row in self.rows
+            if row.expectation.cost_per_token <= max_cost_per_token
+            and row.expectation.acceptance_length > self.exact.acceptance_length
+        ]
         return max(fitting, key=lambda row: row.expectation.acceptance_length, default=None)
 
     def for_gain(self, gain: float) -> Row | None:
@@ -158,6 +163,8 @@ def read_prompts(path: str | Path) -> list[str]:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text ({error.reason})") from error
+    if path.suffix == ".json":
+        raise ValueError(f"{path} is one JSON document; write JSON lines (.jsonl) or lines of text")
     for number, line in enumerate(lines, start=1):
         if line.strip():
             prompts.append(_prompt(line, number, path) if line.lstrip().startswith("{") else line)
@@ -181,7 +188,7 @@ def _prompt(line: str, number: int, path: Path) -> str:
 def calibrate(
     decoder: SpeculativeDecoder,
     prompts: Iterable[str],
-    rules: Sequence[AcceptanceRule],
+    rules: Sequence[AcceptanceRule | str],
     options: dict[str, Any],
     progress: bool = True,
 ) -> Calibration:
@@ -193,23 +200,37 @@ def calibrate(
         rules: see `grid`.
         options: of the requests: temperature, top_p, max_new_tokens, seed, ...; not the rule.
         progress: show a bar on stderr.
+
+    Raises:
+        ValueError: no rule or no prompt, a rule that does not go with the drafter, or a prompt that
+            cannot be decoded, by its number.
     """
-    exact = Exact()
+    texts, exact = list(prompts), Exact()
     recorder = Recorder([exact, *rules])
-    for rule in rules:  # refuses a rule that does not go with the drafter, before anything runs
+    if reserved := {"rule", "observer"} & options.keys():
+        raise ValueError(f"calibrate sets {sorted(reserved)} itself; leave them out of the options")
+    if not rules:
+        raise ValueError("no rule to calibrate; give at least one, such as fuzzy")
+    if not texts:
+        raise ValueError("no prompt to calibrate on; give at least one")
+    for rule in recorder.rules:
         decoder.check_rule(rule)
-    num_prompts = 0
-    is_greedy = True
-    for prompt in tqdm(list(prompts), desc="decoding exactly", unit="prompt", disable=not progress):
-        result = decoder.generate(prompt, rule=exact, observer=recorder.observe, **options)
-        num_prompts += 1
-        is_greedy = recorder.is_greedy
+    tree = ""
+    bar = tqdm(texts, desc="decoding exactly", unit="prompt", disable=not progress)
+    for number, prompt in enumerate(bar, start=1):
+        try:
+            result = decoder.generate(prompt, rule=exact, observer=recorder.observe, **options)
+        except ValueError as error:
+            raise ValueError(f"prompt {number}: {error}") from error
         tree = result.stats.tree
     totals = recorder.totals
-    if totals[0].num_cycles == 0:
+    if recorder.num_trees == 0:
         raise ValueError("no tree was scored; raise max_new_tokens or give longer prompts")
-    rows = [Row(rule.spec, total) for rule, total in zip(rules, totals[1:], strict=True)]
-    return Calibration(totals[0], rows, is_greedy, num_prompts, {"tree": tree, **options})
+    rows = [
+        Row(rule.spec, total) for rule, total in zip(recorder.rules[1:], totals[1:], strict=True)
+    ]
+    settings = {"tree": tree, **options}
+    return Calibration(totals[0], rows, recorder.is_greedy, len(texts), settings)
 
 
 def make_folder(folder: str | Path) -> Path:

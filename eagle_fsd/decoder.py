@@ -598,7 +598,7 @@ def _pop_rule(options: dict[str, Any]) -> AcceptanceRule:
     rule = options.pop("rule", "exact")
     knob_names = {f.name for kind in RULES.values() for f in fields(kind)}
     knobs = {name: options.pop(name) for name in sorted(knob_names & options.keys())}
-    return build_rule(rule, **knobs)
+    return build_rule(rule, **{name: knob for name, knob in knobs.items() if knob is not None})
 
 
 def _tree_config(tree: TreeConfig | str | None) -> TreeConfig | None:

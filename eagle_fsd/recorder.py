@@ -18,6 +18,7 @@ from eagle_fsd.acceptance import (
     AcceptanceRule,
     Decision,
     Node,
+    build_rule,
     decision_cost,
     greedy_rescue,
     regret,
@@ -94,17 +95,19 @@ class Recorder:
     Pass `observe` as a request's `observer`; the request itself should be exact.
 
     Args:
-        rules: what to score; their budgets are not applied.
+        rules: what to score, or its written form; budgets are not applied.
     """
 
-    def __init__(self, rules: Iterable[AcceptanceRule]) -> None:
-        self.rules = tuple(rules)
+    def __init__(self, rules: Iterable[AcceptanceRule | str]) -> None:
+        self.rules = tuple(build_rule(rule) for rule in rules)
         self.totals = [Expectation() for _ in self.rules]
         self.is_greedy = False
+        self.num_trees = 0  # cycles in which anything was drafted
 
     def observe(self, draft: Draft, logits: Tensor, verifier: Verifier) -> None:
         """Scores all rules on one tree; called with each scored tree before it is verified."""
         scored = ScoredTree(draft, logits, verifier)
+        self.num_trees += bool(scored.inner_rows)
         nodes = {row: scored.node(row) for row in scored.inner_rows if scored.is_finite[row]}
         cycle = [expect(rule, scored, nodes) for rule in self.rules]
         self.totals = [total + new for total, new in zip(self.totals, cycle, strict=True)]

@@ -149,9 +149,10 @@ class ScoredTree:
             draft_log_probs = self.draft.log_probs[law_row].to(logits.device)
         # Stop ids past the vocabulary have no probability to keep.
         stops = sorted(token for token in self.verifier.stop_ids if 0 <= token < logits.shape[-1])
+        log_probs = law_log_probs(logits, sampling)
         return Node(
             target_logits=logits,
-            target_probs=law_log_probs(logits, sampling).exp(),
+            target_probs=log_probs.double().exp(),
             draft_log_probs=draft_log_probs,
             warped_draft_log_probs=(
                 None
@@ -161,6 +162,7 @@ class ScoredTree:
             children=torch.tensor(list(self.children[row]), device=logits.device),
             stops=torch.tensor(stops, dtype=torch.int64, device=logits.device),
             num_rescued=num_rescued,
+            target_log_probs=log_probs,
         )
 
     def decide(self, rule: AcceptanceRule, row: int, node: Node) -> Decision:

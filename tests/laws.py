@@ -35,7 +35,7 @@ def slow_law(logits: Tensor, config: SamplingConfig) -> list[float]:
     total = sum(math.exp(scaled[i]) for i in kept)
     probs = [math.exp(scaled[i]) / total if i in kept else 0.0 for i in range(len(scaled))]
     mass, nucleus = 0.0, set()
-    for i in sorted(kept, key=lambda i: -probs[i]):
+    for i in sorted(kept, key=lambda i: (-probs[i], i)):
         if mass < config.top_p:
             nucleus.add(i)
         mass += probs[i]

@@ -7,7 +7,8 @@ finishes in well under a minute on a laptop. The stages are generators, read -> 
 corpus. A rerun on a finished folder does nothing; an unfinished one is made again.
 
 With `--regenerate` the target answers the conversations anew (see `train.regenerate`). Its answers
-are kept in `regenerated.jsonl` beside the shards, and a run that was killed goes on behind them.
+are kept in `regenerated.jsonl` beside the shards, and a run that was killed goes on behind them. So
+does a rerun with another `--limit-minutes` after one that ended by the clock.
 """
 
 import argparse
@@ -395,8 +396,11 @@ def prepare(config: PrepareConfig, stages: Sequence[Stage] = ()) -> dict[str, An
     encoder = ChatEncoder(tokenizer, config.max_length)
     identity["tokenizer"] = tokenizer_identity(tokenizer)
     if (finished := find_finished(output, identity)) is not None:
-        print(f"{output} already holds these shards; nothing to do")
-        return finished
+        if not _may_go_on(config, finished):
+            print(f"{output} already holds these shards; nothing to do")
+            return finished
+        write_json(output / UNFINISHED_FILE, identity)
+        (output / META_FILE).unlink()
     tally = Tally()
     with _unfinished(output, identity):
         dtype = token_dtype(len(tokenizer))
@@ -463,6 +467,14 @@ def find_finished(output: Path, identity: dict[str, Any]) -> dict[str, Any] | No
             f"preparation with other settings ({', '.join(differing)}); choose or clear a folder"
         )
     return meta
+
+
+def _may_go_on(config: PrepareConfig, finished: dict[str, Any]) -> bool:
+    """Whether the clock may have ended this regeneration, and is set otherwise now."""
+    if config.regenerate is None:
+        return False
+    limit = finished["args"]["regenerate"].get("limit_minutes")
+    return limit is not None and limit != config.regenerate.limit_minutes
 
 
 def tokenizer_identity(tokenizer: "PreTrainedTokenizerBase") -> dict[str, Any]:

@@ -11,6 +11,7 @@ goes on after its last line; the file is also a data set that `train.prepare --i
 import argparse
 import hashlib
 import json
+import math
 import os
 import sys
 import time
@@ -18,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -61,12 +62,15 @@ class RegenerateConfig:
     dtype: str = "auto"
     device: str = "auto"
     num_threads: int | None = None
+    limit_minutes: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("turns", "max_new_tokens", "max_prompt_tokens", "batch_size", "num_threads"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{_flag(name)} must be >= 1, got {value}")
+        if self.limit_minutes is not None and not 0.0 < self.limit_minutes < math.inf:
+            raise ValueError(f"--limit-minutes must be > 0, got {self.limit_minutes}")
         if not self.temperatures or not all(0.0 <= each < 100.0 for each in self.temperatures):
             raise ValueError(
                 f"--temperatures must be numbers in [0, 100), got {list(self.temperatures)}"
@@ -96,6 +100,7 @@ class RegenerateConfig:
         add("dtype", "bfloat16 where it is fast, else float32", choices=["auto", *DTYPES])
         add("device", "where the target runs")
         add("num_threads", "CPU threads", type=int, metavar="N")
+        add("limit_minutes", "ask nothing new after so long in one run", type=float, metavar="M")
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> Self | None:
@@ -488,6 +493,8 @@ class Regenerator:
         That order is the input's, but sorted by length within windows of 1,024 conversations; it
         does not depend on the batch size or on how often the run was killed. Conversations without
         a usable prompt, and those that ask the same as an earlier one, are counted and left out.
+        After `limit_minutes` the conversations under way are finished and the stage ends as if the
+        input had ended there; the next run goes on behind them.
 
         Raises:
             ValueError: if the file holds answers to other conversations, the target cannot be
@@ -559,6 +566,7 @@ class Regenerator:
         first = next(jobs, None)
         if first is None:
             return
+        jobs = self._in_time(jobs)
         target = self._load()
         limit = min(self._encoder.max_length, target.max_positions)
         capacity = min(limit, self._config.max_prompt_tokens + self._config.max_new_tokens)
@@ -575,6 +583,14 @@ class Regenerator:
                 stream.write(line)
                 stream.flush()
                 yield line
+
+    def _in_time(self, jobs: Iterator[Job]) -> Iterator[Job]:
+        """The jobs that are begun before the limit, counted from now."""
+        minutes = self._config.limit_minutes
+        if minutes is None:
+            return jobs
+        end = time.monotonic() + 60 * minutes
+        return takewhile(lambda _: time.monotonic() < end, jobs)
 
     def _run(
         self, sampler: BatchSampler, queue: "_Queue", capacity: int, bar: Any

@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 import math
 from dataclasses import replace
+from fractions import Fraction
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -668,3 +671,69 @@ def test_every_rule_is_listed_under_its_written_name() -> None:
     assert list(RULES) == [rule.name for rule in RULES.values()]
     covered = {form.split(":")[0] for form in [*RESCUE_ORDER, *ACCEPT_FIRST, "exact"]}
     assert covered == set(RULES)
+
+
+@pytest.mark.parametrize("divergence", ["js", "tv", "kl_draft_target", "ag_mean", "ag_mean@4"])
+def test_equal_laws_have_no_divergence_however_peaked_they_are(divergence: str) -> None:
+    """p rounds to 0 long before log p does."""
+    log_probs = torch.tensor([0.0, -90.0, -200.0, -1000.0, -3e4]).log_softmax(-1)
+    node = Node(
+        target_logits=log_probs,
+        target_probs=log_probs.double().exp(),
+        draft_log_probs=log_probs,
+        warped_draft_log_probs=lambda: log_probs,
+        children=torch.tensor([1]),
+        stops=torch.tensor([], dtype=torch.int64),
+        target_log_probs=log_probs,
+    )
+    assert node.divergence(divergence, "warped") == 0.0
+    assert node.divergence(divergence, "raw") == 0.0
+
+
+def test_a_child_far_below_the_best_is_charged_what_it_costs() -> None:
+    logits = torch.tensor([0.0, -401.0])
+    node = Node(
+        target_logits=logits,
+        target_probs=logits.log_softmax(-1).double().exp(),
+        draft_log_probs=logits.log_softmax(-1),
+        warped_draft_log_probs=None,
+        children=torch.tensor([1]),
+        stops=torch.tensor([], dtype=torch.int64),
+    )
+    decision = build_rule("fuzzy_2025:inf:js").decide(node)
+    assert decision_cost(node, decision) == pytest.approx(401.0)
+    rescue = build_rule("fuzzy:inf:js").decide(node)
+    assert rescue.rescue_prob == 1.0
+    assert decision_cost(node, rescue) == pytest.approx(401.0)
+
+
+@pytest.mark.parametrize(
+    ("rule", "knobs"),
+    [
+        ("lenience", {"leniency": np.float16(0.5)}),
+        ("coverage", {"bound": Fraction(1, 2)}),
+        ("fuzzy", {"threshold": np.float32(0.5), "budget": np.float64(1.0)}),
+        ("regret", {"gap": np.int64(2), "max_rescues": np.int64(3)}),
+    ],
+)
+def test_knobs_become_plain_numbers(rule: str, knobs: dict[str, Any]) -> None:
+    built = build_rule(rule, **knobs)
+    assert all(type(getattr(built, knob)) in (int, float) for knob in knobs)
+    assert build_rule(built.spec) == replace(built, budget=None)  # type: ignore[type-var]
+
+
+@pytest.mark.parametrize(
+    "written",
+    ["fuzzy:0_3", "fuzzy:\u0663", "fuzzy: 0.3", "fuzzy:0x1", "coverage:1e", "fuzzy:1__0"],
+)
+def test_only_plain_decimal_numbers_are_read(written: str) -> None:
+    with pytest.raises((ValueError, TypeError), match="must be a number"):
+        build_rule(written)
+
+
+@pytest.mark.parametrize("rule", ["fuzzy", "head_set", "regret", "coverage"])
+def test_numbers_too_large_for_a_float_are_named(rule: str) -> None:
+    first = {"fuzzy": "threshold", "head_set": "alpha", "regret": "gap", "coverage": "bound"}[rule]
+    with pytest.raises(ValueError, match=f"{first} is too large"):
+        build_rule(rule, **{first: 10**400})
+    assert build_rule("head_set:99999999999999999999:top_n").spec == "head_set:1e+20:top_n"

@@ -186,9 +186,36 @@ def test_nothing_runs_when_a_rule_does_not_go_with_the_drafter() -> None:
 
 def test_a_calibration_without_a_tree_is_refused() -> None:
     prompts: Any = table_prompts(0, 2)
-    for given, options in ((prompts, {"max_new_tokens": 1}), ([], {})):
+    for max_new_tokens in (1, 2):  # with two tokens the only cycle drafts nothing
+        options = {"max_new_tokens": max_new_tokens}
         with pytest.raises(ValueError, match="no tree was scored"):
-            calibrate(table_decoder(), given, grid("fuzzy"), options, progress=False)
+            calibrate(table_decoder(), prompts, grid("fuzzy"), options, progress=False)
+
+
+def test_what_calibrate_cannot_do_is_named() -> None:
+    prompts: Any = table_prompts(0, 2)
+    for given, rules, options, words in (
+        ([], grid("fuzzy"), {}, "no prompt to calibrate on"),
+        (prompts, [], {}, "no rule to calibrate"),
+        (prompts, grid("fuzzy"), {"rule": "exact"}, r"calibrate sets \['rule'\] itself"),
+        (prompts, ["fuzy:0.3"], {}, "did you mean 'fuzzy'"),
+        ([prompts[0], torch.empty(1, 0, dtype=torch.int64)], ["fuzzy:1"], {}, "prompt 2: "),
+    ):
+        with pytest.raises(ValueError, match=words):
+            calibrate(table_decoder(), given, rules, options, progress=False)
+
+
+def test_rules_may_be_written() -> None:
+    prompts: Any = table_prompts(0, 2)
+    options = {"max_new_tokens": 8, "temperature": 1.0}
+    calibration = calibrate(table_decoder(), prompts, ["fuzzy:0.3"], options, progress=False)
+    assert [row.rule for row in calibration.rows] == ["fuzzy:0.3:js"]
+
+
+def test_a_knob_that_gains_nothing_is_not_picked() -> None:
+    exact = Expectation(100, 200.0)
+    rows = [row("fuzzy:0.1:js", 2.0, 0.0), row("fuzzy_2025:0.1:js:chain", 1.9, 0.01)]
+    assert Calibration(exact, rows, False, 3, {}).within_cost(1.0) is None
 
 
 # Prompt files

@@ -154,7 +154,7 @@ def test_only_sums_are_kept() -> None:
     shapes = []
     for seed in range(3):
         decoder.generate(PROMPT, tree="6,3,2", max_new_tokens=8, observer=recorder.observe)
-        assert sorted(vars(recorder)) == ["is_greedy", "rules", "totals"]
+        assert sorted(vars(recorder)) == ["is_greedy", "num_trees", "rules", "totals"]
         numbers = [getattr(total, f.name) for total in recorder.totals for f in fields(total)]
         assert {type(number) for number in numbers} <= {int, float}
         shapes.append((len(recorder.rules), len(recorder.totals), len(numbers)))

@@ -1,0 +1,234 @@
+import json
+import lzma
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import gguf
+import pytest
+
+from eagle_fsd.checkpoint import load_head
+from tests.eagle_fsd.test_checkpoint import write_gguf
+from tests.scripted import TEMPLATE, byte_tokenizer
+from tests.stubs import tiny_model
+from train import recipe
+from train.recipe import MANIFEST_FILE, PackConfig, Pace, main, pack
+from train.shards import TokenShards, read_meta
+
+WORDS = "the river ran down to a wide and quiet sea where no ship was ever seen again".split()
+SECRET = " ".join(f"secret{i}" for i in range(13))
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("target")
+    model = tiny_model(vocab_size=272)
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def target_file(tmp_path_factory):
+    """The same target as a .gguf file that carries its chat template."""
+    path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
+    with pytest.MonkeyPatch.context() as patch:
+        write_header = gguf.GGUFWriter.write_header_to_file
+
+        def with_template(self, *args):
+            self.add_chat_template(TEMPLATE)
+            write_header(self, *args)
+
+        patch.setattr(gguf.GGUFWriter, "write_header_to_file", with_template)
+        write_gguf(path, tiny_model(vocab_size=272))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """30 conversations, one with an evaluation question, one over-long; and that question."""
+    folder = tmp_path_factory.mktemp("data")
+    rng = random.Random(0)
+    texts = [" ".join(rng.choices(WORDS, k=4)) + f" {i}" for i in range(28)]
+    texts += [SECRET, "ab " * 200]
+    rows = [
+        {
+            "conversations": [
+                {"from": "human", "value": text},
+                {"from": "gpt", "value": f"original {' '.join(rng.choices(WORDS, k=4))}"},
+            ]
+        }
+        for text in texts
+    ]
+    conversations, questions = folder / "conversations.json", folder / "questions.jsonl"
+    conversations.write_text(json.dumps(rows))
+    questions.write_text(json.dumps({"question_id": 1, "turns": [SECRET]}) + "\n")
+    return str(conversations), str(questions)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch, tmp_path):
+    """A pace for a target of two layers, and a cache of one's own."""
+    pace = Pace(8, 400, 4, 2, 1, has_cached_features=True)
+    monkeypatch.setattr(Pace, "of", lambda device: pace)
+    monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path / "cache"))
+
+
+def head_flags(output, *more):
+    small = "--draft-vocab 100 --unroll 2 --epochs 2 --device cpu --output"
+    return [*small.split(), str(output), *more]
+
+
+def recipe_flags(target, data, output, *more):
+    given = ["--conversations", data[0], "--exclude", data[1], "--target", target]
+    minutes = ["--minutes-regenerate", "5", "--minutes-fit", "5"]
+    return [*given, *minutes, *head_flags(output, *more)]
+
+
+def texts(shards):
+    tokenizer = byte_tokenizer()
+    return [
+        tokenizer.decode(ids)
+        for split in ("train", "validation")
+        for ids, _ in TokenShards(shards, split)
+    ]
+
+
+def test_one_command_goes_from_conversations_to_a_head(target, data, tmp_path, capsys):
+    flags = recipe_flags(target, data, tmp_path / "out")
+    assert main(flags) == 0
+    shown = capsys.readouterr().out
+    best = tmp_path / "out" / "run" / "best"
+    assert f"best head: {best}" in shown
+    assert load_head(best).config.hidden_size == 32
+    record = json.loads((tmp_path / "out" / "record.json").read_text())
+    assert record["head"] == str(best)
+    assert record["draft_vocab_size"] == 100
+    assert record["data"]["own"]["counts"]["skipped"]["evaluation question"] == 1
+    own = texts(tmp_path / "out" / "own")
+    assert len(own) == 28
+    assert not any("original" in text or "secret" in text for text in own)
+
+    # Again: everything is there, and stays.
+    before = (best / "model.safetensors").read_bytes()
+    assert main(flags) == 0
+    assert "nothing to do" in capsys.readouterr().out
+    assert (best / "model.safetensors").read_bytes() == before
+
+
+def test_original_answers_are_mixed_in(target, data, tmp_path):
+    flags = recipe_flags(target, data, tmp_path, "--mix-original", "--limit", "20")
+    assert main(flags) == 0
+    found = texts(tmp_path / "mixed")
+    assert len(found) == 40
+    assert sum("original" in text for text in found) == 20
+
+
+def test_without_minutes_to_regenerate_the_original_answers_are_learnt(target, data, tmp_path):
+    assert main([*recipe_flags(target, data, tmp_path), "--minutes-regenerate", "0"]) == 0
+    assert not (tmp_path / "own").exists()
+    assert all("original" in text for text in texts(tmp_path / "mixed"))
+
+
+def test_the_clock_ends_the_answers_and_more_time_goes_on(target, data, tmp_path, capsys):
+    folder = tmp_path / "own"
+
+    def prepare(minutes):
+        common = f"--regenerate --max-prompt-tokens 128 --max-new-tokens 8 --max-length 256 \
+            --device cpu --batch-size 2 --tokenizer {target} --output {folder}"
+        command = ["--input", data[0], *common.split(), "--limit-minutes", str(minutes)]
+        return recipe_module_prepare(command)
+
+    from train.prepare import main as recipe_module_prepare
+
+    assert prepare(1e-9) == 0
+    answers = (folder / "regenerated.jsonl").read_text()
+    assert answers.count("\n") == 1  # what was begun is finished
+    assert prepare(1e-9) == 0
+    assert "nothing to do" in capsys.readouterr().out
+    assert prepare(5) == 0
+    more = (folder / "regenerated.jsonl").read_text()
+    assert more.startswith(answers)
+    assert more.count("\n") == 28 + 1
+    assert read_meta(folder)["splits"]["train"]["conversations"] > 20
+
+
+def test_parts_travel_and_train_elsewhere(target_file, data, tmp_path, monkeypatch, capsys):
+    parts, output = tmp_path / "parts", tmp_path / "out"
+    num_bytes = Path(target_file).stat().st_size
+    monkeypatch.setattr(recipe.pack, "__defaults__", (num_bytes // 2 + 1,))
+    flags = ["--conversations", data[0], "--exclude", data[1], "--target", target_file]
+    assert main(["pack", *flags, "--output", str(parts)]) == 0
+    names = {path.name for path in parts.iterdir()}
+    assert names == {MANIFEST_FILE, "target.gguf.0", "target.gguf.1", "data.zip.0"}
+    assert all(path.stat().st_size <= num_bytes // 2 + 1 for path in parts.iterdir())
+
+    assert main(["run", "--parts", str(parts), "--minutes", "5", *head_flags(output)]) == 0
+    assert f"best head: {output / 'best'}" in capsys.readouterr().out
+    head = load_head(output / "best")
+    assert head.config.vocab_size == 272
+    assert json.loads((output / "record.json").read_text())["training"]["step"] > 0
+    found = {path.name for path in output.iterdir()}
+    assert {"best", "metrics.jsonl", "record.json", "answers.jsonl.xz"} <= found
+    assert sum(path.is_file() for path in output.rglob("*")) <= 8
+    with lzma.open(output / "answers.jsonl.xz", "rt") as stream:
+        rows = [json.loads(line) for line in stream]
+    assert len(rows) == 28
+    assert all(set(row["messages"][1]) == {"role", "content", "finish_reason"} for row in rows)
+    assert not any("secret" in json.dumps(row) for row in rows)
+
+    before = (output / "best" / "model.safetensors").read_bytes()
+    assert main(["run", "--parts", str(parts), "--minutes", "5", *head_flags(output)]) == 0
+    assert (output / "best" / "model.safetensors").read_bytes() == before
+
+
+def test_a_folder_stands_in_for_the_packed_target(target, target_file, data, tmp_path):
+    pack(PackConfig((data[0],), str(tmp_path / "parts"), target_file, mix_original=True))
+    (tmp_path / "parts" / "target.gguf.0").unlink()
+    flags = ["run", "--parts", str(tmp_path / "parts"), "--target", target, "--minutes", "5"]
+    flags += [*head_flags(tmp_path / "out"), "--work", str(tmp_path / "work"), "--mix-original"]
+    assert main(flags) == 0
+    found = texts(tmp_path / "work" / "mixed")
+    assert sum("original" in text for text in found) >= 28
+
+
+def one_line(capsys, flags, message):
+    assert main(flags) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert message in error
+
+
+def test_bad_parts_are_one_line(target, target_file, data, tmp_path, capsys):
+    parts = tmp_path / "parts"
+    flags = ["run", "--parts", str(parts), *head_flags(tmp_path / "out")]
+    one_line(capsys, flags, "train.recipe pack")
+    pack(PackConfig((data[0],), str(parts), target_file))
+    one_line(capsys, [*flags, "--mix-original"], "pack them with --mix-original")
+    whole = (parts / "data.zip.0").read_bytes()
+    (parts / "data.zip.0").write_bytes(whole[:-1] + b"x")
+    one_line(capsys, [*flags, "--target", target, "--work", str(tmp_path / "w")], "SHA-256")
+    (parts / "data.zip.0").unlink()
+    one_line(capsys, [*flags, "--target", target, "--work", str(tmp_path / "w")], "no part")
+    (parts / MANIFEST_FILE).write_text('{"format": 0}')
+    one_line(capsys, flags, "pack again")
+    one_line(
+        capsys,
+        ["pack", "--conversations", data[0], "--target", target, "--output", str(parts)],
+        "run --target",
+    )
+
+
+@pytest.mark.parametrize("command", [[], ["pack"], ["run"]])
+def test_commands_answer_help(command):
+    done = subprocess.run(
+        [sys.executable, "-m", "train.recipe", *command, "--help"],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert done.returncode == 0
+    assert "usage:" in done.stdout
+    assert not done.stderr
