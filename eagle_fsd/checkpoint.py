@@ -480,7 +480,11 @@ def _config_json(config: DraftHeadConfig, dtype: str) -> dict[str, Any]:
     """The fields that EAGLE, vLLM and SGLang read."""
     rope = dict(config.rope_parameters)
     theta = rope.pop("rope_theta")
-    scaling = None if rope.get("rope_type", "default") == "default" else rope
+    kind = rope.get("rope_type", "default")
+    scaling = None if kind == "default" else rope
+    if kind in ("linear", "dynamic") and rope.keys() == {"rope_type", "factor"}:
+        # The two kinds that EAGLE's own code knows, in the only form that it takes.
+        scaling = {"type": kind, "factor": float(rope["factor"])}
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

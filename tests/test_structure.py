@@ -17,7 +17,14 @@ ALLOWED = {
     "train": {"tree", "eagle_fsd", "train"},
 }
 OURS = {"tree", "eagle_fsd", "train", "evaluation", "benchmarks", "tests"}
-COMMANDS = ["eagle_fsd", "train.prepare", "train.features", "train.fit", "train.vocab"]
+COMMANDS = [
+    "eagle_fsd",
+    "train.prepare",
+    "train.features",
+    "train.fit",
+    "train.vocab",
+    "train.recipe",
+]
 
 
 def modules(package: str) -> Iterator[tuple[Path, ast.Module]]:

@@ -34,7 +34,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Self
 
-from eagle_fsd.checkpoint import CONFIG, load_target_config
+from eagle_fsd.checkpoint import CONFIG, check_fit, load_head, load_target_config
 from eagle_fsd.default_target import (
     DEMO,
     GGUF_NAME,
@@ -52,13 +52,14 @@ from train.conversations import (
     clean,
     read_rows,
 )
-from train.features import FeaturesConfig, compute_features
+from train.features import FeaturesConfig, compute_features, shards_identity
 from train.fit import fit
 from train.fit_config import DEVICES, FitConfig
 from train.prepare import ChatEncoder, PrepareConfig, load_tokenizer, prepare, report
 from train.regenerate import REGENERATED_FILE, RegenerateConfig
 from train.run_folder import CURVE_FILE, METRICS_FILE
 from train.shards import write_json
+from train.vocab import read_vocab
 
 OWN, MIXED, FEATURES, RUN = "own", "mixed", "features", "run"
 RECORD_FILE = "record.json"
@@ -122,13 +123,14 @@ class HeadConfig:
     unroll: int = 3
     epochs: float = 12.0
     batch_size: int | None = None
+    batch_tokens: int | None = None
     seed: int = 0
     device: str = "auto"
 
     def __post_init__(self) -> None:
         if self.device not in DEVICES:
             raise ValueError(f"device must be one of {DEVICES}, got {self.device!r}")
-        for name in ("unroll", "batch_size"):
+        for name in ("unroll", "batch_size", "batch_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be >= 1, got {value}")
@@ -151,6 +153,8 @@ class HeadConfig:
         add("--unroll", "steps in which the head is fed its own features", type=int, metavar="K")
         add("--epochs", "most passes over the data", type=float, metavar="N")
         add("--batch-size", "answers at once (default 48, or 512 on a GPU)", type=int, metavar="N")
+        add("--batch-tokens", "rows of a fitted batch (default 4096, or 65536 on a GPU)", type=int,
+            metavar="N")  # fmt: skip
         add("--seed", "of answers, split, first weights and order", type=int)
         add("--device", "auto or cpu", choices=DEVICES)
 
@@ -170,6 +174,7 @@ class RecipeConfig(HeadConfig):
     conversations: tuple[str, ...]
     target: str = DEMO
     exclude: tuple[str, ...] = ()
+    turns: int = 1
     limit: int | None = None
     minutes_regenerate: float = 60.0
     minutes_fit: float = 75.0
@@ -187,6 +192,8 @@ class RecipeConfig(HeadConfig):
         add("--conversations", nargs="+", required=True, metavar="SOURCE", help="files or ids")
         add("--target", default=cls.target, help="demo, a folder, an id or a .gguf file")
         add("--exclude", nargs="+", default=(), metavar="FILE", help="evaluation questions")
+        add("--turns", type=int, default=cls.turns, metavar="N",
+            help="user turns that are kept and answered (default %(default)s)")  # fmt: skip
         add("--limit", type=int, metavar="N", help="most conversations that are taken")
         add("--minutes-regenerate", type=float, default=cls.minutes_regenerate, metavar="M",
             help="of answering; 0 keeps the original answers (default %(default)s)")  # fmt: skip
@@ -219,29 +226,32 @@ def run_recipe(
         FileNotFoundError, ValueError, TypeError: one sentence about what does not fit.
         OSError, RuntimeError: if the machine fails.
     """
+    _check_head(config)
     output, pace = Path(config.output), Pace.of(config.device)
     data = {}
     if config.minutes_regenerate:
         shards, data["own"] = _answers(config, pace)
     if config.mix_original or not config.minutes_regenerate:
         shards, data["all"] = _mixed(config)
-    features = None
+    # New data make a new run, beside the one before.
+    digest = shards_identity(shards)[:8]
+    run, features = output / f"{RUN}-{digest}", None
     if pace.has_cached_features:
-        features = str(output / FEATURES)
+        features = str(output / f"{FEATURES}-{digest}")
         compute_features(FeaturesConfig(shards, config.target, features, device=config.device))
     minutes = minutes_fit() if minutes_fit else config.minutes_fit
     fit(
         FitConfig(
             shards=shards,
             target=config.target,
-            output=str(output / RUN),
+            output=str(run),
             features=features,
             init=config.init,
             draft_vocab=config.draft_vocab,
             unroll=config.unroll,
             epochs=config.epochs,
             limit_minutes=minutes,
-            batch_tokens=pace.batch_tokens,
+            batch_tokens=config.batch_tokens or pace.batch_tokens,
             eval_every=pace.eval_every,
             log_every=pace.log_every,
             live_prompts=pace.live_prompts,
@@ -250,11 +260,26 @@ def run_recipe(
             resume=True,
         )
     )
-    head = output / RUN / "best"
+    head = run / "best"
     extras = json.loads((head / CONFIG).read_text(encoding="utf-8"))["eagle_fsd"]
     record = {"head": str(head), "settings": asdict(config), "data": data, **extras}
     write_json(output / RECORD_FILE, record)
     return record
+
+
+def _check_head(config: RecipeConfig) -> None:
+    """Refuses at once what would not be seen before the answers are made."""
+    shape = load_target_config(config.target).get_text_config()
+    choice = config.draft_vocab
+    if choice.isdigit():
+        if not 1 <= int(choice) <= shape.vocab_size:
+            raise ValueError(
+                f"--draft-vocab must be full, a file or 1..{shape.vocab_size}, got {choice}"
+            )
+    elif choice != "full":
+        read_vocab(choice)
+    if config.init is not None:
+        check_fit(load_head(config.init).config, shape, shape.vocab_size)
 
 
 def _answers(config: RecipeConfig, pace: Pace) -> tuple[str, dict[str, Any]]:
@@ -263,6 +288,7 @@ def _answers(config: RecipeConfig, pace: Pace) -> tuple[str, dict[str, Any]]:
     longest, longest_prompt = _lengths(config.target)
     regenerate = RegenerateConfig(
         config.target,
+        turns=config.turns,
         max_prompt_tokens=longest_prompt,
         batch_size=config.batch_size or pace.batch_size,
         device=config.device,
@@ -310,7 +336,7 @@ def _prepared(config: PrepareConfig) -> dict[str, Any]:
 
 
 def _lengths(target: str) -> tuple[int, int]:
-    """The longest conversation and prompt that are taken, in tokens, within the target's context."""
+    """The longest conversation and prompt that are taken, within the target's context."""
     context = int(load_target_config(target).get_text_config().max_position_embeddings)
     return min(LONGEST, context), min(LONGEST_PROMPT, context // 2)
 
@@ -330,6 +356,7 @@ class PackConfig:
     output: str
     target: str = DEMO
     exclude: tuple[str, ...] = ()
+    turns: int = 1
     mix_original: bool = False
     limit: int | None = None
 
@@ -339,8 +366,10 @@ class PackConfig:
                 f"only {DEMO!r} and .gguf files are packed, got {self.target!r}; "
                 "bring a folder along yourself and name it with run --target"
             )
-        if self.limit is not None and self.limit < 1:
-            raise ValueError(f"limit must be >= 1, got {self.limit}")
+        for name in ("turns", "limit"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be >= 1, got {value}")
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
@@ -349,6 +378,8 @@ class PackConfig:
         add("--output", required=True, metavar="DIR", help="folder for the parts")
         add("--target", default=cls.target, help="demo or a .gguf file")
         add("--exclude", nargs="+", default=(), metavar="FILE", help="evaluation questions")
+        add("--turns", type=int, default=cls.turns, metavar="N",
+            help="user turns that are kept and answered (default %(default)s)")  # fmt: skip
         add("--mix-original", action="store_true", help="the original answers travel too")
         add("--limit", type=int, metavar="N", help="most conversations that are taken")
 
@@ -394,6 +425,7 @@ def pack(config: PackConfig, part_bytes: int = PART_BYTES) -> dict[str, Any]:
         "files": files,
         "exclude": [_excluded_name(i) for i in range(len(config.exclude))],
         "target": GGUF_NAME if config.target == DEMO else gguf.name,
+        "turns": config.turns,
         "mix_original": config.mix_original,
         "counts": tally.as_dict(),
     }
@@ -409,7 +441,7 @@ def _write_data(path: Path, config: PackConfig, target: str, tally: Tally) -> No
     rows = chain.from_iterable(read_rows(source, tally) for source in config.conversations)
     conversations: Iterable[Conversation] = exclusion.drop(clean(rows, tally), tally)
     if not config.mix_original:
-        conversations = _questions(conversations, encoder, longest_prompt, tally)
+        conversations = _questions(conversations, config.turns, encoder, longest_prompt, tally)
     with zipfile.ZipFile(path, "w", zipfile.ZIP_LZMA) as archive:
         with archive.open(CONVERSATIONS_FILE, "w", force_zip64=True) as stream:
             for conversation in conversations:
@@ -434,30 +466,36 @@ def _line(conversation: Conversation) -> str:
 
 
 def _questions(
-    conversations: Iterable[Conversation], encoder: ChatEncoder, longest: int, tally: Tally
+    conversations: Iterable[Conversation],
+    num_turns: int,
+    encoder: ChatEncoder,
+    longest: int,
+    tally: Tally,
 ) -> Iterator[Conversation]:
-    """The openings whose prompt is not too long, each with a dash for its answer."""
+    """The first turns of conversations whose prompt is not too long, a dash for each answer."""
     for conversation in conversations:
         roles = [message.role for message in conversation.messages]
-        end = roles.index("assistant")
-        opening = conversation.messages[:end]
+        answers = [i for i, role in enumerate(roles) if role == "assistant"][:num_turns]
+        prompt = Conversation(conversation.messages[: answers[0]])
         try:
-            is_short = len(encoder.prompt(Conversation(opening).chat())) <= longest
+            is_short = len(encoder.prompt(prompt.chat())) <= longest
         except UnusableConversationError as error:
             tally.skipped[str(error)] += 1
             continue
-        if is_short:
-            answer = replace(conversation.messages[end], content="-")
-            yield Conversation((*opening, answer))
-        else:
+        if not is_short:
             tally.skipped["over-long prompt"] += 1
+            continue
+        kept = conversation.messages[: answers[-1] + 1]
+        dashes = (replace(each, content="-") if each.role == "assistant" else each for each in kept)
+        yield Conversation(tuple(dashes))
 
 
 def _split(path: Path, folder: Path, name: str, part_bytes: int) -> dict[str, Any]:
     """Cuts a file into parts of about one size, at most `part_bytes`; returns what joins them."""
     num_bytes = path.stat().st_size
     size = math.ceil(num_bytes / max(1, math.ceil(num_bytes / part_bytes)))
-    digest, parts = hashlib.sha256(), []
+    digest = hashlib.sha256()
+    parts: list[str] = []
     with path.open("rb") as stream:
         while content := stream.read(size):
             digest.update(content)
@@ -530,8 +568,10 @@ def run_parts(config: RunConfig, started: float) -> dict[str, Any]:
     """
     parts, output = Path(config.parts), Path(config.output)
     manifest = _read_manifest(parts)
-    default = cache_dir() / "recipe" / manifest["files"][DATA_FILE]["sha256"][:16]
-    work = Path(config.work) if config.work else default
+    if config.mix_original and not manifest["mix_original"]:
+        raise ValueError("the parts hold no original answers; pack them with --mix-original")
+    digest = hashlib.sha256(json.dumps(manifest["files"]).encode()).hexdigest()
+    work = Path(config.work) if config.work else cache_dir() / "recipe" / digest[:16]
     work.mkdir(parents=True, exist_ok=True)
     target = config.target or str(_joined_target(parts, manifest, work))
     data = _joined_data(parts, manifest, work)
@@ -553,17 +593,17 @@ def run_parts(config: RunConfig, started: float) -> dict[str, Any]:
         conversations=(str(data / CONVERSATIONS_FILE),),
         target=target,
         exclude=tuple(str(data / name) for name in manifest["exclude"]),
+        turns=manifest["turns"],
         minutes_regenerate=ANSWERING_SHARE * config.minutes,
         **config.head_settings() | {"output": str(work)},
     )
-    if recipe.mix_original and not manifest["mix_original"]:
-        raise ValueError("the parts hold no original answers; pack them with --mix-original")
     record = run_recipe(recipe, minutes_fit)
     output.mkdir(parents=True, exist_ok=True)
-    _copy_folder(Path(record["head"]), output / "best")
+    head = Path(record["head"])
+    _copy_folder(head, output / "best")
     for name in (METRICS_FILE, CURVE_FILE):
-        if (work / RUN / name).is_file():
-            shutil.copyfile(work / RUN / name, output / name)
+        if (head.parent / name).is_file():
+            shutil.copyfile(head.parent / name, output / name)
     record["head"] = str(output / "best")
     write_json(output / RECORD_FILE, record)
     return record

@@ -1,8 +1,7 @@
 import json
 import lzma
 import random
-import subprocess
-import sys
+import zipfile
 from pathlib import Path
 
 import gguf
@@ -12,11 +11,12 @@ from eagle_fsd.checkpoint import load_head
 from tests.eagle_fsd.test_checkpoint import write_gguf
 from tests.scripted import TEMPLATE, byte_tokenizer
 from tests.stubs import tiny_model
+from train import prepare as prepare_module
 from train import recipe
-from train.recipe import MANIFEST_FILE, PackConfig, Pace, main, pack
+from train.recipe import MANIFEST_FILE, Pace, PackConfig, main, pack
 from train.shards import TokenShards, read_meta
 
-WORDS = "the river ran down to a wide and quiet sea where no ship was ever seen again".split()
+WORDS = ["the", "river", "ran", "to", "a", "wide", "quiet", "sea", "no", "ship", "was", "seen"]
 SECRET = " ".join(f"secret{i}" for i in range(13))
 
 
@@ -34,13 +34,14 @@ def target_file(tmp_path_factory):
     """The same target as a .gguf file that carries its chat template."""
     path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
     with pytest.MonkeyPatch.context() as patch:
-        write_header = gguf.GGUFWriter.write_header_to_file
+        add_tokens = gguf.GGUFWriter.add_token_list
 
-        def with_template(self, *args):
+        def add_more(self, tokens):
             self.add_chat_template(TEMPLATE)
-            write_header(self, *args)
+            # transformers would add this token behind the others, out of the target's range.
+            add_tokens(self, [*tokens[:-1], "<|endoftext|>"])
 
-        patch.setattr(gguf.GGUFWriter, "write_header_to_file", with_template)
+        patch.setattr(gguf.GGUFWriter, "add_token_list", add_more)
         write_gguf(path, tiny_model(vocab_size=272))
     return str(path)
 
@@ -71,7 +72,7 @@ def data(tmp_path_factory):
 def small(monkeypatch, tmp_path):
     """A pace for a target of two layers, and a cache of one's own."""
     pace = Pace(8, 400, 4, 2, 1, has_cached_features=True)
-    monkeypatch.setattr(Pace, "of", lambda device: pace)
+    monkeypatch.setattr(Pace, "of", lambda _: pace)
     monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path / "cache"))
 
 
@@ -99,7 +100,7 @@ def test_one_command_goes_from_conversations_to_a_head(target, data, tmp_path, c
     flags = recipe_flags(target, data, tmp_path / "out")
     assert main(flags) == 0
     shown = capsys.readouterr().out
-    best = tmp_path / "out" / "run" / "best"
+    (best,) = (tmp_path / "out").glob("run-*/best")
     assert f"best head: {best}" in shown
     assert load_head(best).config.hidden_size == 32
     record = json.loads((tmp_path / "out" / "record.json").read_text())
@@ -115,6 +116,14 @@ def test_one_command_goes_from_conversations_to_a_head(target, data, tmp_path, c
     assert main(flags) == 0
     assert "nothing to do" in capsys.readouterr().out
     assert (best / "model.safetensors").read_bytes() == before
+
+
+def test_new_data_make_a_new_run_beside_the_old_one(target, data, tmp_path):
+    flags = recipe_flags(target, data, tmp_path)
+    assert main([*flags, "--minutes-regenerate", "1e-9"]) == 0
+    assert main(flags) == 0
+    assert len(list(tmp_path.glob("run-*/best"))) == 2
+    assert len(texts(tmp_path / "own")) == 28
 
 
 def test_original_answers_are_mixed_in(target, data, tmp_path):
@@ -138,9 +147,7 @@ def test_the_clock_ends_the_answers_and_more_time_goes_on(target, data, tmp_path
         common = f"--regenerate --max-prompt-tokens 128 --max-new-tokens 8 --max-length 256 \
             --device cpu --batch-size 2 --tokenizer {target} --output {folder}"
         command = ["--input", data[0], *common.split(), "--limit-minutes", str(minutes)]
-        return recipe_module_prepare(command)
-
-    from train.prepare import main as recipe_module_prepare
+        return prepare_module.main(command)
 
     assert prepare(1e-9) == 0
     answers = (folder / "regenerated.jsonl").read_text()
@@ -183,6 +190,20 @@ def test_parts_travel_and_train_elsewhere(target_file, data, tmp_path, monkeypat
     assert (output / "best" / "model.safetensors").read_bytes() == before
 
 
+def test_as_many_turns_travel_as_will_be_answered(target_file, tmp_path):
+    chat = [("human", "one"), ("gpt", "a"), ("human", "two"), ("gpt", "b"), ("human", "three")]
+    turns = [{"from": role, "value": text} for role, text in [*chat, ("gpt", "c")]]
+    conversations = tmp_path / "conversations.json"
+    conversations.write_text(json.dumps([{"conversations": turns}]))
+    for num_turns in (1, 2, 5):
+        parts = tmp_path / str(num_turns)
+        assert pack(PackConfig((str(conversations),), str(parts), target_file, turns=num_turns))
+        with zipfile.ZipFile(parts / "data.zip.0") as archive:
+            messages = json.loads(archive.read("conversations.jsonl"))["messages"]
+        expected = ["one", "-", "two", "-", "three", "-"][: 2 * num_turns]
+        assert [each["content"] for each in messages] == expected
+
+
 def test_a_folder_stands_in_for_the_packed_target(target, target_file, data, tmp_path):
     pack(PackConfig((data[0],), str(tmp_path / "parts"), target_file, mix_original=True))
     (tmp_path / "parts" / "target.gguf.0").unlink()
@@ -221,14 +242,30 @@ def test_bad_parts_are_one_line(target, target_file, data, tmp_path, capsys):
     )
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["--draft-vocab", "16384"], "1..272"),
+        (["--draft-vocab", "nothing.json"], "no draft vocabulary"),
+        (["--init", "demo"], "does not fit the target"),
+        (["--init", "./nothing"], "no draft head"),
+        (["--epochs", "0"], "epochs must be > 0"),
+        (["--minutes-fit", "0"], "minutes_fit"),
+        (["--turns", "0"], "turns must be >= 1"),
+        (["--limit", "0"], "limit must be >= 1"),
+        (["--conversations", "nothing.json"], "no file"),
+    ],
+)
+def test_bad_settings_are_one_line_before_anything_is_made(
+    target, data, tmp_path, capsys, change, message
+):
+    one_line(capsys, [*recipe_flags(target, data, tmp_path / "out"), *change], message)
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("command", [[], ["pack"], ["run"]])
-def test_commands_answer_help(command):
-    done = subprocess.run(
-        [sys.executable, "-m", "train.recipe", *command, "--help"],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[2],
-    )
-    assert done.returncode == 0
-    assert "usage:" in done.stdout
-    assert not done.stderr
+def test_commands_answer_help(command, capsys):
+    with pytest.raises(SystemExit) as done:
+        main([*command, "--help"])
+    assert done.value.code == 0
+    assert " ".join(["usage: python -m train.recipe", *command]) in capsys.readouterr().out
