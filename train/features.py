@@ -17,7 +17,6 @@ import hashlib
 import json
 import logging
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +30,7 @@ from tqdm import tqdm
 from eagle_fsd.checkpoint import load_target
 from eagle_fsd.device import resolve_device
 from eagle_fsd.target import TargetModel
+from train.command import run
 from train.prepare import tokenizer_identity
 from train.shards import (
     META_FILE,
@@ -446,17 +446,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     FeaturesConfig.add_arguments(parser)
     args = parser.parse_args(argv)
-    logging.basicConfig(format="%(levelname)s: %(message)s")
-    try:
-        meta = compute_features(FeaturesConfig.from_args(args))
-    except (ValueError, TypeError, OSError, RuntimeError) as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
-        return 2
+    return run(lambda: _report(compute_features(FeaturesConfig.from_args(args))))
+
+
+def _report(meta: dict[str, Any]) -> None:
     for name, split in meta["splits"].items():
         print(
             f"{name}: features of {split['conversations']} conversations, {split['tokens']} tokens"
         )
-    return 0
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import argparse
 import json
 import logging
 import math
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -30,6 +29,7 @@ from eagle_fsd.device import peak_memory_bytes, synchronize
 from eagle_fsd.draft_head import DraftHead, DraftHeadConfig
 from eagle_fsd.target import TargetModel
 from train.batches import BatchLoader, Ints, Pieces, Plan, pack
+from train.command import run
 from train.features import (
     DTYPES,
     CachedFeatures,
@@ -539,15 +539,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     FitConfig.add_arguments(parser)
     args = parser.parse_args(argv)
-    logging.basicConfig(format="%(levelname)s: %(message)s")
-    try:
-        fit(FitConfig.from_args(args))
-    except (ValueError, TypeError, OSError, RuntimeError) as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    return run(lambda: fit(FitConfig.from_args(args)))
 
 
 if __name__ == "__main__":

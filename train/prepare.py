@@ -17,7 +17,6 @@ import json
 import logging
 import re
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -32,6 +31,7 @@ from jinja2 import TemplateError
 from tqdm import tqdm
 
 from eagle_fsd.default_target import DEMO, ensure_default_target, load_gguf_tokenizer
+from train.command import run
 from train.conversations import (
     Conversation,
     Exclusion,
@@ -513,14 +513,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m train.prepare", description=__doc__)
     PrepareConfig.add_arguments(parser)
     args = parser.parse_args(argv)
-    logging.basicConfig(format="%(levelname)s: %(message)s")
-    try:
-        meta = prepare(PrepareConfig.from_args(args))
-    except (ValueError, OSError, RuntimeError, ImportError) as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
-        return 2
-    print(report(meta))
-    return 0
+    return run(lambda: print(report(prepare(PrepareConfig.from_args(args)))))
 
 
 def _write(

@@ -21,7 +21,6 @@ conversations with the questions to exclude. `run` puts them together there and 
 import argparse
 import hashlib
 import json
-import logging
 import lzma
 import math
 import shutil
@@ -44,6 +43,7 @@ from eagle_fsd.default_target import (
     default_target_gguf,
 )
 from eagle_fsd.device import resolve_device
+from train.command import run
 from train.conversations import (
     Conversation,
     Exclusion,
@@ -755,15 +755,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     config.add_arguments(parser)
     args = parser.parse_args(arguments)
-    logging.basicConfig(format="%(levelname)s: %(message)s")
-    try:
-        command(args)
-    except (ValueError, TypeError, OSError, RuntimeError, ImportError) as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    return run(lambda: command(args))
 
 
 if __name__ == "__main__":

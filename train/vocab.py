@@ -6,7 +6,6 @@ python -m train.vocab --shards shards --size 16384 --output draft_vocab.json
 import argparse
 import hashlib
 import json
-import sys
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from train.command import run
 from train.features import shards_identity
 from train.shards import TokenShards
 
@@ -98,15 +98,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--size", required=True, type=int, metavar="U", help="tokens to keep")
     parser.add_argument("--output", required=True, metavar="FILE", help=f"usually {VOCAB_FILE}")
     args = parser.parse_args(argv)
-    try:
-        vocab = build_vocab(TokenShards(args.shards), args.size)
-        Path(args.output).parent.mkdir(parents=True, exist_ok=True)
-        write_vocab(Path(args.output), vocab)
-    except (ValueError, OSError) as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
-        return 2
+    return run(lambda: _build_and_write(args.shards, args.size, Path(args.output)))
+
+
+def _build_and_write(shards: str, size: int, output: Path) -> None:
+    vocab = build_vocab(TokenShards(shards), size)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    write_vocab(output, vocab)
     print(f"{vocab['size']} tokens cover {100 * vocab['coverage']:.2f}% of the answers' tokens")
-    return 0
 
 
 if __name__ == "__main__":

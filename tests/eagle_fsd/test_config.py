@@ -115,8 +115,8 @@ def test_sampling_of_another_kind_is_named(field, value):
 
 
 def test_the_edges_of_every_range_are_allowed():
-    SamplingConfig(temperature=0, top_k=0, top_p=1, min_p=0)
-    SamplingConfig(temperature=100.0, top_k=10**9, top_p=1e-9, min_p=1.0)
+    assert SamplingConfig(temperature=0, top_k=0, top_p=1, min_p=0).is_greedy
+    assert not SamplingConfig(temperature=1e6, top_k=10**9, top_p=1e-9, min_p=1.0).is_greedy
 
 
 @pytest.mark.parametrize(
