@@ -213,6 +213,8 @@ class SpeculativeDecoder:
                 fit.
         """
         tree = _tree_config(tree)
+        if draft_head is not None and draft_model is not None:
+            raise ValueError("draft_head and draft_model exclude each other; give one of them")
         if tokenizer is not None and not (callable(tokenizer) and hasattr(tokenizer, "decode")):
             raise TypeError(f"tokenizer must be a loaded tokenizer, got {tokenizer!r}")
         if isinstance(target, PreTrainedModel):
@@ -225,8 +227,6 @@ class SpeculativeDecoder:
         else:
             model, tokenizer = _load(target, dtype, device, options | {"tokenizer": tokenizer})
         target_model = TargetModel(model)
-        if draft_head is not None and draft_model is not None:
-            raise ValueError("draft_head and draft_model exclude each other; give one of them")
         drafter: Drafter | None = None
         if draft_model is not None:
             drafter = _model_drafter(draft_model, target_model, tokenizer)
