@@ -11,7 +11,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from eagle_fsd.acceptance import add_rule_arguments, rule_from_args
 from eagle_fsd.calibrate import calibrate, grid, make_folder, read_prompts, save
@@ -22,45 +22,30 @@ from eagle_fsd.checkpoint import (
     load_target_config,
     locate_head,
 )
+from eagle_fsd.command import Parser, add_model_arguments, load_decoder, require_drafter, run
 from eagle_fsd.config import SamplingConfig
 from eagle_fsd.decoder import GenerationResult, SpeculativeDecoder, Step
 from eagle_fsd.default_target import ensure_default_target
 from eagle_fsd.errors import UnsupportedModelError
 from eagle_fsd.target import FAMILIES
 
-USER_ERRORS = (ValueError, TypeError, OSError, RuntimeError)
-
-
-class _Parser(argparse.ArgumentParser):
-    """Tells a wrong flag in one line, as any other error of the user's."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"eagle_fsd: {message}; see {self.prog} --help\n")
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; a user's error is one line on stderr and status 2."""
     args = build_parser().parse_args(argv)
-    command: Callable[[argparse.Namespace], int] = args.command
-    try:
-        return command(args)
-    except USER_ERRORS as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        print(f"eagle_fsd: {lines[0]}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    command: Callable[[argparse.Namespace], None] = args.command
+    return run(lambda: command(args))
 
 
 def build_parser() -> argparse.ArgumentParser:
     """All commands and their flags."""
-    parser = _Parser(prog="python -m eagle_fsd", description=__doc__)
+    parser = Parser(prog="python -m eagle_fsd", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     generate = commands.add_parser(
         "generate", help="answer one prompt; the text streams as it is made"
     )
-    _add_model_arguments(generate)
+    add_model_arguments(generate)
     _add_request_arguments(generate)
     add_rule_arguments(generate)
     generate.add_argument(
@@ -74,7 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
     compare = commands.add_parser(
         "compare", help="answer one prompt with plain decoding and with the tree"
     )
-    _add_model_arguments(compare)
+    add_model_arguments(compare)
     _add_request_arguments(compare)
     add_rule_arguments(compare)
     compare.add_argument(
@@ -103,7 +88,7 @@ def _add_calibrate(commands: Any) -> None:
     parser = commands.add_parser(
         "calibrate", help="predict speed and cost of rules on one's own prompts, and pick a knob"
     )
-    _add_model_arguments(parser)
+    add_model_arguments(parser)
     group = parser.add_argument_group("calibration")
     group.add_argument("--prompts", required=True, help="FastChat questions, JSON lines or text")
     group.add_argument("--limit", type=int, help="prompts read at most")
@@ -124,22 +109,6 @@ def _add_calibrate(commands: Any) -> None:
     parser.set_defaults(command=_calibrate)
 
 
-def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("models")
-    group.add_argument("--target", required=True, help="demo, a hub id, a folder or a .gguf file")
-    group.add_argument("--draft-head", help="demo, a hub id or a folder in EAGLE's format")
-    group.add_argument("--draft-model", help="instead of a head: a small LM, same tokenizer")
-    group.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
-    group.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps")
-    group.add_argument(
-        "--tree", default="auto", help="auto or N,DEPTH,K: draft tokens, levels, children"
-    )
-    group.add_argument("--revision", help="of a hub id")
-    group.add_argument(
-        "--attn-implementation", choices=("eager", "sdpa"), help="attention of the target"
-    )
-
-
 def _add_request_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("request")
     group.add_argument(
@@ -154,26 +123,6 @@ def _add_request_arguments(parser: argparse.ArgumentParser) -> None:
     SamplingConfig.add_arguments(parser)
 
 
-def _load_decoder(args: argparse.Namespace) -> SpeculativeDecoder:
-    options = {"revision": args.revision, "attn_implementation": args.attn_implementation}
-    return SpeculativeDecoder.from_pretrained(
-        args.target,
-        draft_head=args.draft_head,
-        draft_model=args.draft_model,
-        dtype=args.dtype,
-        device=args.device,
-        tree=args.tree,
-        **{name: value for name, value in options.items() if value is not None},
-    )
-
-
-def _require_drafter(args: argparse.Namespace) -> None:
-    if args.draft_head is None and args.draft_model is None:
-        raise ValueError(
-            "nothing drafts: give --draft-head or --draft-model, or use generate --plain"
-        )
-
-
 def _request_options(args: argparse.Namespace) -> dict[str, Any]:
     sampling = dataclasses.asdict(SamplingConfig.from_args(args))
     return sampling | {"max_new_tokens": args.max_new_tokens, "stop": args.stop, "seed": args.seed}
@@ -185,12 +134,12 @@ def _messages(args: argparse.Namespace) -> list[dict[str, str]]:
     return [*system, {"role": "user", "content": prompt}]
 
 
-def _generate(args: argparse.Namespace) -> int:
+def _generate(args: argparse.Namespace) -> None:
     rule = rule_from_args(args)
     messages, options = _messages(args), _request_options(args)
     if not args.plain:
-        _require_drafter(args)
-    decoder = _load_decoder(args)
+        require_drafter(args)
+    decoder = load_decoder(args)
     if args.plain:
         result = decoder.plain(messages, rule=rule, **options)
         if not args.json:
@@ -201,7 +150,6 @@ def _generate(args: argparse.Namespace) -> int:
         _print_json(_as_json(result))
     else:
         _write(f"\n\n{_summary(result)}\n")
-    return 0
 
 
 def _stream(
@@ -216,11 +164,11 @@ def _stream(
     return step.result
 
 
-def _compare(args: argparse.Namespace) -> int:
+def _compare(args: argparse.Namespace) -> None:
     rule = rule_from_args(args)
     messages, options = _messages(args), _request_options(args)
-    _require_drafter(args)
-    decoder = _load_decoder(args)
+    require_drafter(args)
+    decoder = load_decoder(args)
     warm_up = options | {"max_new_tokens": min(8, args.max_new_tokens)}
     decoder.plain(messages, **warm_up)
     decoder.generate(messages, rule=rule, **warm_up)
@@ -229,7 +177,7 @@ def _compare(args: argparse.Namespace) -> int:
         tree = decoder.generate(messages, rule=rule, **options)
         ratio = tree.stats.tokens_per_second / plain.stats.tokens_per_second
         _print_json({"plain": _as_json(plain), "tree": _as_json(tree), "ratio": ratio})
-        return 0
+        return
     _write("--- plain decoding\n")
     plain = decoder.plain(messages, **options)
     _write(f"{plain.text}\n\n{_summary(plain)}\n\n--- EAGLE-2, {rule.spec}\n")
@@ -240,10 +188,9 @@ def _compare(args: argparse.Namespace) -> int:
         f"\n\n{_summary(tree)}\n\nthe two texts are {same}; EAGLE-2 / plain tokens per second: "
         f"{ratio:.2f}\n"
     )
-    return 0
 
 
-def _calibrate(args: argparse.Namespace) -> int:
+def _calibrate(args: argparse.Namespace) -> None:
     sampling = SamplingConfig.from_args(args)
     gain = _share(args.acceptance_gain) if args.acceptance_gain is not None else None
     if sampling.is_greedy and args.max_kl_per_token is not None:
@@ -257,24 +204,26 @@ def _calibrate(args: argparse.Namespace) -> int:
     knobs = [_number("--knobs", knob) for knob in _split(args.knobs)]
     divergences = _split(args.divergence)
     rules = [rule for name in _split(args.rule) for rule in grid(name, divergences, knobs)]
-    _require_drafter(args)
+    require_drafter(args)
     bound = args.max_regret_per_token if sampling.is_greedy else args.max_kl_per_token
     if bound is not None and not bound >= 0.0:
         raise ValueError(f"the wish for a cost per token must be >= 0 nats, got {bound}")
     prompts = read_prompts(args.prompts)[: args.limit]
-    decoder = _load_decoder(args)
+    decoder = load_decoder(args)
     make_folder(args.output)  # before the work, not after it
     options = {"max_new_tokens": args.max_new_tokens, "seed": args.seed}
     calibration = calibrate(decoder, prompts, rules, dataclasses.asdict(sampling) | options)
     text, picture = save(calibration, args.output)
     _write(f"{calibration.table()}\n\nwritten: {text}, {picture}\n")
-    if gain is None and bound is None:
-        return 0
-    chosen = calibration.for_gain(gain) if gain is not None else calibration.within_cost(bound)
+    if gain is not None:
+        chosen = calibration.for_gain(gain)
+    elif bound is not None:
+        chosen = calibration.within_cost(bound)
+    else:
+        return
     if chosen is None:
         raise ValueError("no knob of the grid meets the wish; ask for less, or give --knobs")
     _write(f"--rule {chosen.rule}\n")
-    return 0
 
 
 def _split(text: str) -> list[str]:
@@ -297,7 +246,7 @@ def _share(text: str) -> float:
     return share
 
 
-def _inspect(args: argparse.Namespace) -> int:
+def _inspect(args: argparse.Namespace) -> None:
     folder = locate_head(args.head)
     head = load_head(folder)
     facts = describe_head(head, folder)
@@ -319,12 +268,10 @@ def _inspect(args: argparse.Namespace) -> int:
                 f"{name:<{width}}  {value}\n" for name, value in facts.items() if value is not None
             )
         )
-    return 0
 
 
-def _fetch(_: argparse.Namespace) -> int:
+def _fetch(_: argparse.Namespace) -> None:
     _write(f"{ensure_default_target()}\n")
-    return 0
 
 
 def _summary(result: GenerationResult) -> str:

@@ -15,6 +15,7 @@ ALLOWED = {
     "tree": {"tree"},
     "eagle_fsd": {"tree", "eagle_fsd"},
     "train": {"tree", "eagle_fsd", "train"},
+    "evaluation": {"tree", "eagle_fsd", "evaluation"},
 }
 OURS = {"tree", "eagle_fsd", "train", "evaluation", "benchmarks", "tests"}
 COMMANDS = [

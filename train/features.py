@@ -28,9 +28,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from eagle_fsd.checkpoint import load_target
+from eagle_fsd.command import run
 from eagle_fsd.device import resolve_device
 from eagle_fsd.target import TargetModel
-from train.command import run
 from train.prepare import tokenizer_identity
 from train.shards import (
     META_FILE,

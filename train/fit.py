@@ -25,11 +25,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from eagle_fsd.checkpoint import check_fit, load_head
+from eagle_fsd.command import run
 from eagle_fsd.device import peak_memory_bytes, synchronize
 from eagle_fsd.draft_head import DraftHead, DraftHeadConfig
 from eagle_fsd.target import TargetModel
 from train.batches import BatchLoader, Ints, Pieces, Plan, pack
-from train.command import run
 from train.features import (
     DTYPES,
     CachedFeatures,

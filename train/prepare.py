@@ -30,8 +30,8 @@ import numpy as np
 from jinja2 import TemplateError
 from tqdm import tqdm
 
+from eagle_fsd.command import run
 from eagle_fsd.default_target import DEMO, ensure_default_target, load_gguf_tokenizer
-from train.command import run
 from train.conversations import (
     Conversation,
     Exclusion,

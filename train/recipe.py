@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from eagle_fsd.checkpoint import CONFIG, check_fit, load_head, load_target_config
+from eagle_fsd.command import run
 from eagle_fsd.default_target import (
     DEMO,
     GGUF_NAME,
@@ -43,7 +44,6 @@ from eagle_fsd.default_target import (
     default_target_gguf,
 )
 from eagle_fsd.device import resolve_device
-from train.command import run
 from train.conversations import (
     Conversation,
     Exclusion,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from train.command import run
+from eagle_fsd.command import run
 from train.features import shards_identity
 from train.shards import TokenShards
 

@@ -387,7 +387,7 @@ def test_bad_input_is_one_line_and_status_2_and_writes_nothing(
     output = tmp_path / "output"
     assert status(arguments(models, output, **changes)) == 2
     captured = capsys.readouterr()
-    assert captured.err.startswith("eagle_fsd: ")
+    assert captured.err.startswith("error: ")
     assert captured.err.count("\n") == 1
     assert all(part in captured.err for part in message.split("*"))
     assert not captured.out
@@ -412,7 +412,7 @@ def test_a_wish_that_no_knob_meets_is_status_2_after_the_table(
     assert status(arguments(models, tmp_path, acceptance_gain="9900%")) == 2
     captured = capsys.readouterr()
     assert captured.err.splitlines()[-1] == (
-        "eagle_fsd: no knob of the grid meets the wish; ask for less, or give --knobs"
+        "error: no knob of the grid meets the wish; ask for less, or give --knobs"
     )
     assert "fuzzy:0.1:js" in captured.out
     assert "--rule" not in captured.out

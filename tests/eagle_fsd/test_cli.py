@@ -94,7 +94,7 @@ def refused(capsys: pytest.CaptureFixture[str], argv: list[str]) -> str:
     lines = [line.split("\r")[-1] for line in captured.err.split("\n")]
     lines = [line for line in lines if line and "it/s]" not in line]
     assert len(lines) == 1, captured.err
-    assert lines[0].startswith("eagle_fsd: ")
+    assert lines[0].startswith("error: ")
     assert not captured.out
     return lines[0]
 
@@ -322,7 +322,7 @@ def test_an_interrupt_ends_with_its_own_status(models, monkeypatch, capsys):
     def interrupt(*_args: object, **_options: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("eagle_fsd.__main__._load_decoder", interrupt)
+    monkeypatch.setattr("eagle_fsd.__main__.load_decoder", interrupt)
     assert main(arguments(models)) == 130
 
 
