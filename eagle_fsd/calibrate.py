@@ -91,19 +91,20 @@ class Calibration:
             "cost": f"{self.cost_name} per token, nats",
             "num_prompts": self.num_prompts,
             "settings": self.settings,
-            "rows": [{"rule": row.rule, **_figures(row.expectation)} for row in rows],
+            "rows": [{"rule": row.rule, **figures(row.expectation)} for row in rows],
         }
 
     def table(self) -> str:
         """For people."""
-        head = f"{'rule':<28}{'length':>8}{'gain':>8}{'rescued':>9}{self.cost_name + '/token':>14}"
-        lines = [f"{head}{'poor mass':>11}"]
+        head = f"{'rule':<34}{'length':>8}{'gain':>8}{'rescued':>9}{self.cost_name + '/token':>14}"
+        lines = [f"{head}{'poor mass':>11}{'doubled':>9}"]
         for row in [Row("exact", self.exact), *self.rows]:
             e = row.expectation
             gain = e.acceptance_length / self.exact.acceptance_length - 1.0
             lines.append(
-                f"{row.rule:<28}{e.acceptance_length:>8.3f}{gain:>8.1%}{e.share_rescued:>9.2%}"
+                f"{row.rule:<34}{e.acceptance_length:>8.3f}{gain:>8.1%}{e.share_rescued:>9.2%}"
                 f"{e.cost_per_token:>14.4f}{e.poor_mass / e.num_tokens:>11.4f}"
+                f"{e.doubled_mass / e.num_tokens:>9.4f}"
             )
         return "\n".join(lines)
 
@@ -134,8 +135,8 @@ def grid(
         raise ValueError(
             "rule 'exact' has no knob to choose; calibrate a relaxed rule, such as fuzzy"
         )
-    first, *others = [field.name for field in dataclasses.fields(kind) if field.name != "budget"]
-    if "divergence" not in others:
+    first = next(field.name for field in dataclasses.fields(kind) if field.name != "budget")
+    if not has_divergence(rule):
         if divergences:
             raise ValueError(f"rule {rule!r} compares no laws and takes no divergence")
         return [build_rule(rule, **{first: knob}) for knob in knobs or _KNOBS[rule]]
@@ -144,6 +145,17 @@ def grid(
         for divergence in divergences or ("js",)
         for knob in knobs or _THRESHOLDS.get(divergence.partition("@")[0], _NATS)
     ]
+
+
+def has_divergence(rule: str) -> bool:
+    """Whether a rule, by its name, compares laws by a divergence of choice."""
+    return any(field.name == "divergence" for field in dataclasses.fields(RULES[rule]))
+
+
+def family(rule: str) -> str:
+    """A written form without its first knob: the line that it lies on in a picture."""
+    name, _, knobs = rule.partition(":")
+    return ":".join([name, *knobs.split(":")[1:]])
 
 
 def read_prompts(path: str | Path) -> list[str]:
@@ -261,9 +273,9 @@ def save(calibration: Calibration, folder: str | Path) -> tuple[Path, Path]:
     return text, picture
 
 
-def _figures(e: Expectation) -> dict[str, float | str]:
+def figures(e: Expectation) -> dict[str, float | str]:
     """Figures per token, ready for JSON, which has no infinity: "inf" then."""
-    figures = {
+    numbers = {
         "acceptance_length": e.acceptance_length,
         "share_rescued": e.share_rescued,
         "cost_per_token": e.cost_per_token,
@@ -271,7 +283,7 @@ def _figures(e: Expectation) -> dict[str, float | str]:
         "doubled_mass_per_token": e.doubled_mass / e.num_tokens,
         "num_cycles": e.num_cycles,
     }
-    return {name: x if math.isfinite(x) else str(x) for name, x in figures.items()}
+    return {name: x if math.isfinite(x) else str(x) for name, x in numbers.items()}
 
 
 def _plot(calibration: Calibration, path: Path) -> None:
@@ -284,9 +296,7 @@ def _plot(calibration: Calibration, path: Path) -> None:
     axes = figure.add_subplot()
     lines: dict[str, list[Expectation]] = {}
     for row in calibration.rows:
-        name, _, rest = row.rule.partition(":")
-        kind = ":".join([name, *rest.split(":")[1:]])
-        lines.setdefault(kind, []).append(row.expectation)
+        lines.setdefault(family(row.rule), []).append(row.expectation)
     for kind, points in lines.items():
         shown = [point for point in points if math.isfinite(point.cost_per_token)]
         shown.sort(key=lambda point: point.cost_per_token)

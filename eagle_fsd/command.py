@@ -47,6 +47,9 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--target", required=True, help="demo, a hub id, a folder or a .gguf file")
     group.add_argument("--draft-head", help="demo, a hub id or a folder in EAGLE's format")
     group.add_argument("--draft-model", help="instead of a head: a small LM, same tokenizer")
+    group.add_argument(
+        "--draft-vocab", default="auto", help="tokens the head drafts over: full, auto or a number"
+    )
     group.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
     group.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps")
     group.add_argument(
@@ -82,6 +85,7 @@ def load_decoder(args: argparse.Namespace) -> SpeculativeDecoder:
         args.target,
         draft_head=args.draft_head,
         draft_model=args.draft_model,
+        draft_vocab=args.draft_vocab,
         dtype=args.dtype,
         device=args.device,
         tree=args.tree,

@@ -24,10 +24,11 @@ from eagle_fsd.chat import (
     merge_stop_ids,
     special_token_id,
 )
-from eagle_fsd.checkpoint import check_fit, load_head, load_target
+from eagle_fsd.checkpoint import check_fit, load_head, load_target, locate_head
 from eagle_fsd.config import SamplingConfig, TreeConfig
 from eagle_fsd.device import resolve_device, synchronize
 from eagle_fsd.divergence import is_infinite_under_reduced_vocab
+from eagle_fsd.draft_vocab import AUTO, choose_vocab
 from eagle_fsd.drafter import Draft, Drafter, HeadDrafter, ModelDrafter
 from eagle_fsd.sampling import SeededNoise
 from eagle_fsd.stats import GenerationStats, StepStats
@@ -188,6 +189,7 @@ class SpeculativeDecoder:
         *,
         draft_head: str | Path | None = None,
         draft_model: str | Path | PreTrainedModel | None = None,
+        draft_vocab: str | int = "auto",
         tokenizer: Any | None = None,
         dtype: str | torch.dtype = "auto",
         device: str | torch.device = "auto",
@@ -201,6 +203,8 @@ class SpeculativeDecoder:
             draft_head: "demo", a hub id or a folder in EAGLE's format.
             draft_model: instead of a head, a small causal LM of the same tokenizer: a hub id, a
                 folder, a .gguf file, or a loaded model.
+            draft_vocab: what the head drafts over: "full", "auto" (its draft_vocab.json where it
+                has one), or a number U, the most frequent tokens of that file.
             tokenizer: a loaded tokenizer instead of the target's own.
             dtype: "auto" (the checkpoint's), "float32", "bfloat16", "float16" or a torch dtype.
             device: "auto", "cpu", "cuda", "cuda:N" or "mps"; leave it at "auto" with `device_map`.
@@ -215,6 +219,8 @@ class SpeculativeDecoder:
         tree = _tree_config(tree)
         if draft_head is not None and draft_model is not None:
             raise ValueError("draft_head and draft_model exclude each other; give one of them")
+        if draft_head is None and draft_vocab != AUTO:
+            raise ValueError("draft_vocab is what a draft head drafts over; give draft_head too")
         if tokenizer is not None and not (callable(tokenizer) and hasattr(tokenizer, "decode")):
             raise TypeError(f"tokenizer must be a loaded tokenizer, got {tokenizer!r}")
         if isinstance(target, PreTrainedModel):
@@ -231,11 +237,7 @@ class SpeculativeDecoder:
         if draft_model is not None:
             drafter = _model_drafter(draft_model, target_model, tokenizer)
         if draft_head is not None:
-            head = load_head(draft_head, token=options.get("token"))
-            check_fit(head.config, model.config, target_model.vocabulary_size)
-            drafter = HeadDrafter(
-                head.to(target_model.output_device, target_model.dtype), target_model
-            )
+            drafter = _head_drafter(draft_head, draft_vocab, target_model, options.get("token"))
         return cls(target_model, drafter, tokenizer, tree)
 
     def stream(
@@ -289,7 +291,7 @@ class SpeculativeDecoder:
         ):
             raise ValueError(
                 f"divergence {divergence!r} is infinite wherever the draft's law is zero, and this "
-                "drafter's vocabulary is reduced; use js, tv or kl_draft_target, or the full one"
+                "drafter's vocabulary is reduced; use js, tv, kl_draft_target or draft_vocab full"
             )
 
     def _prepare(self, prompt: Prompt, options: dict[str, Any], *, is_plain: bool) -> _Request:
@@ -615,6 +617,16 @@ def _whole_number(name: str, value: Any, minimum: float = -math.inf) -> int:
     if value < minimum:
         raise ValueError(f"{name} must be >= {minimum}, got {value}")
     return value
+
+
+def _head_drafter(
+    draft_head: str | Path, draft_vocab: str | int, target: TargetModel, token: Any
+) -> HeadDrafter:
+    folder = locate_head(draft_head, token=token)
+    head = load_head(folder)
+    check_fit(head.config, target.config, target.vocabulary_size)
+    vocabulary = choose_vocab(folder, draft_vocab)
+    return HeadDrafter(head.to(target.output_device, target.dtype), target, vocabulary)
 
 
 def _model_drafter(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,8 +12,9 @@ from torch import Tensor
 from eagle_fsd.cache import PreallocatedLayer
 from eagle_fsd.config import TreeConfig
 from eagle_fsd.draft_head import DraftHead
+from eagle_fsd.draft_vocab import DraftLaw
 from eagle_fsd.target import TargetModel
-from tree import DraftTree, Growth
+from tree import DraftTree, Frontier, Growth
 
 
 @dataclass(frozen=True)
@@ -21,14 +23,26 @@ class Draft:
 
     Attributes:
         tree: N nodes.
-        log_probs: [I, V] float32 log q at temperature 1 of the nodes that were expanded, or None
-            when the drafter has no law (retrieved text, stubs).
+        log_probs: [I, V] float32 log q at temperature 1 of the nodes that were expanded, [I, U]
+            over a draft vocabulary, or None when the drafter has no law (retrieved text, stubs).
         law_rows: [N] int64 row of `log_probs` for each node's children, -1 where there is none.
+        vocabulary: [U] int64 ids of the columns of `log_probs`, None for all V.
     """
 
     tree: DraftTree
     log_probs: Tensor | None
     law_rows: Tensor
+    vocabulary: Tensor | None = None
+
+    def law(self, row: int, vocabulary_size: int) -> Tensor | None:
+        """[V] log q at a node, or None: -inf outside the draft vocabulary."""
+        law_row = int(self.law_rows[row])
+        if self.log_probs is None or law_row < 0:
+            return None
+        law = self.log_probs[law_row]
+        if self.vocabulary is None:
+            return law
+        return law.new_full((vocabulary_size,), -torch.inf).index_copy_(0, self.vocabulary, law)
 
 
 class Drafter(Protocol):
@@ -76,15 +90,19 @@ class HeadDrafter:
     Args:
         head: on the target's output device, in any dtype.
         target: gives embeddings and turns predicted features into logits.
+        vocabulary: [U] int64 ascending, the tokens to draft over; None for all.
 
     Source: arXiv:2406.16858, section 4; the true-feature rewrite is arXiv:2401.15077, section 4.1.
     """
 
     has_draft_probs = True
-    has_reduced_vocabulary = False
 
-    def __init__(self, head: DraftHead, target: TargetModel) -> None:
+    def __init__(
+        self, head: DraftHead, target: TargetModel, vocabulary: Tensor | None = None
+    ) -> None:
         self.head = head
+        self.law = DraftLaw(target, vocabulary)
+        self.has_reduced_vocabulary = vocabulary is not None
         self.max_positions: int | None = head.config.max_position_embeddings
         self._target = target
         self._cache = PreallocatedLayer(capacity=0)
@@ -105,19 +123,11 @@ class HeadDrafter:
 
     @torch.inference_mode()
     def propose(self, root_token_id: int, config: TreeConfig) -> Draft:
-        features = self._extend(root_token_id)[
-            -1:
-        ]  # [1, H], what the root's children are drafted from
+        features = self._extend(root_token_id)[-1:]  # [1, H], what the children are drafted from
         num_committed = self._cache.num_rows
-        growth = Growth(root_token_id, config.top_k, features.device)
-        laws = [self._law(features)]
-        frontier = growth.add_level(*_children(laws[0], config.top_k))
-        lineage = _eye(frontier.token_ids)  # [K, rows drafted so far]: itself and its ancestors
-        for level in range(1, config.depth):
-            if level > 1:
-                lineage = torch.cat(
-                    [lineage[frontier.parent_slots], _eye(frontier.token_ids)], dim=1
-                )
+
+        def step(level: int, frontier: Frontier, lineage: Tensor) -> Tensor:
+            nonlocal features
             prefix = lineage.new_ones((lineage.shape[0], num_committed))
             features = self._predict(
                 frontier.token_ids,
@@ -125,11 +135,11 @@ class HeadDrafter:
                 torch.full_like(frontier.token_ids, num_committed + level - 1),
                 torch.cat([prefix, lineage], dim=1),
             )
-            laws.append(self._law(features))
-            frontier = growth.add_level(*_children(laws[-1], config.top_k))
+            return self._law(features)
+
+        draft = _grow(root_token_id, config, self._law(features), step, self.law.token_ids)
         self._cache.truncate(num_committed)
-        tree, law_rows = growth.finish(config.num_draft_tokens)
-        return Draft(tree, torch.cat(laws), law_rows)
+        return draft
 
     def _extend(self, root_token_id: int) -> Tensor:
         """Writes the rows of all pending tokens from true features: [M, H] predictions."""
@@ -159,8 +169,8 @@ class HeadDrafter:
         return predicted[0]
 
     def _law(self, features: Tensor) -> Tensor:
-        """[K, H] -> [K, V] float32 log q."""
-        return self._target.logits(features.to(self._target.dtype)).float().log_softmax(dim=-1)
+        """[K, H] -> [K, U] float32 log q."""
+        return self.law.logits(features).float().log_softmax(dim=-1)
 
 
 class ModelDrafter:
@@ -201,23 +211,17 @@ class ModelDrafter:
         self._unread, self._is_root_read = self._unread[:0], True
         law = self._law(self._model.prefill(self._known(read)).logits)
         num_committed = self._model.num_rows
-        growth = Growth(root_token_id, config.top_k, law.device)
-        laws = [law]
-        frontier = growth.add_level(*_children(law, config.top_k))
-        lineage = _eye(frontier.token_ids)
-        depths = torch.zeros_like(frontier.token_ids)
-        for level in range(1, config.depth):
-            if level > 1:
-                lineage = torch.cat(
-                    [lineage[frontier.parent_slots], _eye(frontier.token_ids)], dim=1
-                )
-                depths = torch.cat([depths, torch.full_like(frontier.token_ids, level - 1)])
+        depths = read[:0]  # of the rows drafted so far
+
+        def step(level: int, frontier: Frontier, lineage: Tensor) -> Tensor:
+            nonlocal depths
             known = self._known(frontier.token_ids)
-            laws.append(self._law(self._model.extend(known, lineage, depths).logits))
-            frontier = growth.add_level(*_children(laws[-1], config.top_k))
+            depths = torch.cat([depths, torch.full_like(known, level - 1).to(depths.device)])
+            return self._law(self._model.extend(known, lineage, depths).logits)
+
+        draft = _grow(root_token_id, config, law, step)
         self._model.truncate(num_committed)
-        tree, law_rows = growth.finish(config.num_draft_tokens)
-        return Draft(tree, torch.cat(laws), law_rows)
+        return draft
 
     def _known(self, token_ids: Tensor) -> Tensor:
         """Ids that the small model can read: its last row stands for padding rows it lacks."""
@@ -230,11 +234,38 @@ class ModelDrafter:
         return torch.nn.functional.pad(log_probs, (0, missing), value=-torch.inf)
 
 
-def _children(log_probs: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """[M, V] -> ids and log-probabilities [M, K] of each row's best tokens, best first."""
+def _grow(
+    root_token_id: int,
+    config: TreeConfig,
+    law: Tensor,
+    step: Callable[[int, Frontier, Tensor], Tensor],
+    vocabulary: Tensor | None = None,
+) -> Draft:
+    """Grows EAGLE-2's tree level by level.
+
+    Args:
+        root_token_id: the root.
+        config: the tree's size.
+        law: [1, U] float32 log q of the root's children.
+        step: drafts below a frontier: level (1, 2, ...), the K nodes, and which rows drafted so far
+            are each node itself or its ancestor [K, rows] bool -> [K, U] float32 log q.
+        vocabulary: [U] int64, or None for all tokens.
+    """
+    growth = Growth(root_token_id, config.top_k, law.device)
+    laws = [law]
+    frontier = growth.add_level(*_children(law, config.top_k, vocabulary))
+    lineage: Tensor | None = None
+    for level in range(1, config.depth):
+        own = torch.eye(frontier.token_ids.numel(), dtype=torch.bool, device=law.device)
+        before = () if lineage is None else (lineage[frontier.parent_slots],)
+        lineage = torch.cat([*before, own], dim=1)
+        laws.append(step(level, frontier, lineage))
+        frontier = growth.add_level(*_children(laws[-1], config.top_k, vocabulary))
+    tree, law_rows = growth.finish(config.num_draft_tokens)
+    return Draft(tree, torch.cat(laws), law_rows, vocabulary)
+
+
+def _children(log_probs: Tensor, top_k: int, vocabulary: Tensor | None) -> tuple[Tensor, Tensor]:
+    """[M, U] -> ids and log-probabilities [M, K] of each row's best tokens, best first."""
     best = log_probs.topk(min(top_k, log_probs.shape[-1]), dim=-1)
-    return best.indices, best.values
-
-
-def _eye(like: Tensor) -> Tensor:
-    return torch.eye(like.numel(), dtype=torch.bool, device=like.device)
+    return best.indices if vocabulary is None else vocabulary[best.indices], best.values

@@ -8,8 +8,9 @@ sums are kept, never a law.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, fields
+import operator
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -51,8 +52,13 @@ class Expectation:
     doubled_mass: float = 0.0
 
     def __add__(self, other: Expectation) -> Expectation:
-        names = [field.name for field in fields(self)]
-        return Expectation(**{name: getattr(self, name) + getattr(other, name) for name in names})
+        return Expectation(*map(operator.add, self.sums, other.sums))
+
+    @property
+    def sums(self) -> tuple[int, float, float, float, float, float]:
+        """The fields in their order; `Expectation(*sums)` makes it again."""
+        moved = (self.poor_mass, self.doubled_mass)
+        return (self.num_cycles, self.num_tokens, self.num_rescued, self.cost, *moved)
 
     @property
     def acceptance_length(self) -> float:
@@ -106,36 +112,54 @@ class Recorder:
 
     def observe(self, draft: Draft, logits: Tensor, verifier: Verifier) -> None:
         """Scores all rules on one tree; called with each scored tree before it is verified."""
-        scored = ScoredTree(draft, logits, verifier)
-        self.num_trees += bool(scored.inner_rows)
-        nodes = {row: scored.node(row) for row in scored.inner_rows if scored.is_finite[row]}
-        cycle = [expect(rule, scored, nodes) for rule in self.rules]
+        tree = _SharedTree(ScoredTree(draft, logits, verifier))
+        self.num_trees += bool(tree.scored.inner_rows)
+        cycle = [_expect(rule, tree) for rule in self.rules]
         self.totals = [total + new for total, new in zip(self.totals, cycle, strict=True)]
         self.is_greedy = verifier.sampling.is_greedy
 
 
-def expect(rule: AcceptanceRule, scored: ScoredTree, nodes: dict[int, Node]) -> Expectation:
-    """Walks one tree in expectation.
+class _SharedTree:
+    """A scored tree that many rules walk: its laws, and what follows from a decision, once for all.
 
-    Args:
-        rule: its budget is not applied.
-        scored: the tree with its logits.
-        nodes: the nodes that have children and finite logits.
+    Most rules of a grid decide alike at most nodes, and some nodes are reached by none.
     """
-    is_greedy = scored.verifier.sampling.is_greedy
+
+    def __init__(self, scored: ScoredTree) -> None:
+        self.scored = scored
+        self._nodes: dict[tuple[int, int], Node] = {}
+        self._branches: dict[Hashable, _Branch] = {}
+
+    def branch(self, rule: AcceptanceRule, row: int, num_rescued: int) -> _Branch:
+        """What a rule does at a row that was reached with `num_rescued` rescues."""
+        node = self._node(row, num_rescued)
+        decision = self.scored.decide(rule, row, node)
+        eligible = tuple(decision.eligible.tolist())
+        key = (row, decision.rescue_prob, eligible, decision.take, decision.descend)
+        if key not in self._branches:
+            make = _greedy_branch if self.scored.verifier.sampling.is_greedy else _branch
+            self._branches[key] = make(self.scored, row, node, decision)
+        return self._branches[key]
+
+    def _node(self, row: int, num_rescued: int) -> Node:
+        if (row, num_rescued) not in self._nodes:
+            self._nodes[row, num_rescued] = self.scored.node(row, num_rescued)
+        return self._nodes[row, num_rescued]
+
+
+def _expect(rule: AcceptanceRule, tree: _SharedTree) -> Expectation:
+    """Walks one tree in expectation under a rule, whose budget is not applied."""
+    scored = tree.scored
     # Rescues are counted as far as the rule tells them apart: most rules meet a node in one state.
     limit = min(getattr(rule, "max_rescues", None) or 0, len(scored.children))
     reach = {row: [0.0] * (limit + 1) for row in range(len(scored.children))}
     reach[0][0] = 1.0
     total = Expectation(num_cycles=1, num_tokens=1.0)
-    for row, node in sorted(nodes.items()):
+    for row in scored.inner_rows:
         for num_rescued, weight in enumerate(reach[row]):
-            if weight <= 0.0:
+            if weight <= 0.0 or not scored.is_finite[row]:
                 continue
-            state = node.after(num_rescued) if num_rescued else node
-            decision = scored.decide(rule, row, state)
-            make = _greedy_branch if is_greedy else _branch
-            branch = make(scored, row, state, decision)
+            branch = tree.branch(rule, row, num_rescued)
             goes_on = 0.0
             for (token, child), accepted, rescued in zip(
                 scored.children[row].items(), branch.accepted, branch.rescued, strict=True

@@ -117,7 +117,7 @@ class TargetModel:
         self.model = model
         self.config: Any = model.config
         self._backbone: nn.Module = model.get_decoder()
-        self._lm_head: nn.Module = model.get_output_embeddings()
+        self._lm_head: Any = model.get_output_embeddings()
         self._mask_kind = FAMILIES[self.config.model_type]
         self._prefill_chunk = prefill_chunk
         self._cache = PreallocatedCache(self.config.num_hidden_layers)
@@ -128,7 +128,7 @@ class TargetModel:
             logger.warning(
                 "%s overflows in float16 at times; prefer bfloat16", type(model).__name__
             )
-        self._cap_or_scale = self._find_output_transform()
+        self._cap = self._find_output_transform()
 
     @property
     def vocabulary_size(self) -> int:
@@ -253,8 +253,29 @@ class TargetModel:
 
     def logits(self, features: Tensor) -> Tensor:
         """What the model's forward makes of features: [..., H] -> [..., V]."""
-        logits: Tensor = self._lm_head(features)
-        return self._cap_or_scale(logits)
+        return self.cap(self._lm_head(features))
+
+    def cap(self, scores: Tensor) -> Tensor:
+        """What the model does between `lm_head` and its logits, token by token."""
+        return self._cap(scores)
+
+    @torch.no_grad()
+    def output_rows(self, token_ids: Tensor) -> tuple[Tensor, Tensor | None]:
+        """`lm_head` for some tokens only: [U] int64 -> weight [U, H] and bias [U] or None.
+
+        An lm_head that is not plain weights in memory (offloaded, quantised, adapted) is read by
+        calling it on the unit vectors.
+        """
+        lm_head = self._lm_head
+        if isinstance(lm_head, nn.Linear) and _is_plain(lm_head.weight):
+            bias: Tensor | None = lm_head.bias
+            rows = lm_head.weight.detach()[token_ids]
+            return rows, None if bias is None else bias.detach()[token_ids]
+        zero = torch.zeros(1, self.hidden_size, dtype=self.dtype, device=self.output_device)
+        bias = lm_head(zero)[0, token_ids]
+        units = torch.eye(self.hidden_size, dtype=self.dtype, device=self.output_device)
+        columns = [lm_head(block)[:, token_ids] - bias for block in torch.split(units, 256)]
+        return torch.cat(columns).T.contiguous(), bias
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """The model's own embeddings, on the output device: [...] int64 -> [..., H]."""
@@ -319,6 +340,13 @@ class TargetModel:
             "cap; supported are models "
             "whose logits are lm_head(final hidden state), soft-capped or not"
         )
+
+
+def _is_plain(weight: Tensor) -> bool:
+    """Whether a weight lies in memory as numbers, not offloaded and not quantised."""
+    return (
+        type(weight) is nn.Parameter and weight.device.type != "meta" and weight.is_floating_point()
+    )
 
 
 def _refuse_unsupported(model: PreTrainedModel) -> None:

@@ -143,10 +143,8 @@ class ScoredTree:
     def node(self, row: int, num_rescued: int = 0) -> Node:
         """What a rule sees at a row."""
         logits, sampling = self.logits[row], self.verifier.sampling
-        law_row = int(self.draft.law_rows[row])
-        draft_log_probs = None
-        if self.draft.log_probs is not None and law_row >= 0:
-            draft_log_probs = self.draft.log_probs[law_row].to(logits.device)
+        draft_law = self.draft.law(row, logits.shape[-1])
+        draft_log_probs = None if draft_law is None else draft_law.to(logits.device)
         # Stop ids past the vocabulary have no probability to keep.
         stops = sorted(token for token in self.verifier.stop_ids if 0 <= token < logits.shape[-1])
         log_probs = law_log_probs(logits, sampling)

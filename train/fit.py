@@ -28,6 +28,7 @@ from eagle_fsd.checkpoint import check_fit, load_head
 from eagle_fsd.command import run
 from eagle_fsd.device import peak_memory_bytes, synchronize
 from eagle_fsd.draft_head import DraftHead, DraftHeadConfig
+from eagle_fsd.draft_vocab import read_vocab
 from eagle_fsd.target import TargetModel
 from train.batches import BatchLoader, Ints, Pieces, Plan, pack
 from train.features import (
@@ -50,7 +51,7 @@ from train.validation import (
     live_counts,
     live_prompts,
 )
-from train.vocab import build_vocab, read_vocab, vocab_sha256
+from train.vocab import build_vocab, vocab_sha256
 
 LOGGER = logging.getLogger(__name__)
 

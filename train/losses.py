@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from eagle_fsd.draft_head import DraftHead
-from eagle_fsd.target import TargetModel
+from eagle_fsd.draft_vocab import DraftLaw
 
 # Rows whose logits exist at one time: on a CPU enough for a fast product and few enough for its
 # caches, on an accelerator enough to fill it.
@@ -56,50 +56,8 @@ def training_rows(ids: Tensor, mask: Tensor) -> TrainingRows:
     return TrainingRows(ids[1:-1], torch.arange(max(ids.numel() - 2, 0)), mask[2:])
 
 
-class TargetLaw:
-    """Features -> logits of the target, over all tokens or those of a draft vocabulary.
-
-    Args:
-        target: its lm_head is used and never changed.
-        token_ids: [U] int64, ascending and distinct, or None for all tokens.
-
-    Raises:
-        ValueError: if the ids are not those of the target, or its lm_head has no rows to choose.
-    """
-
-    def __init__(self, target: TargetModel, token_ids: Tensor | None = None) -> None:
-        self.token_ids = token_ids
-        self._target = target
-        if token_ids is None:
-            return
-        if not 0 <= int(token_ids.min()) <= int(token_ids.max()) < target.vocabulary_size:
-            raise ValueError(
-                f"the draft vocabulary has ids {int(token_ids.min())}..{int(token_ids.max())}, "
-                f"the target has {target.vocabulary_size} tokens; make it from this target's shards"
-            )
-        lm_head = target.model.get_output_embeddings()
-        if not isinstance(lm_head, nn.Linear):
-            raise ValueError(
-                f"a draft vocabulary needs a plain lm_head, got {type(lm_head).__name__}; "
-                "train with --draft-vocab full"
-            )
-        self.token_ids = token_ids.to(lm_head.weight.device)
-        self._weight = lm_head.weight.detach()[self.token_ids]
-        self._bias = None if lm_head.bias is None else lm_head.bias.detach()[self.token_ids]
-        self._cap = getattr(target.config, "final_logit_softcapping", None)
-
-    @property
-    def size(self) -> int:
-        """U, or V."""
-        return self._target.vocabulary_size if self.token_ids is None else self.token_ids.numel()
-
-    def logits(self, features: Tensor) -> Tensor:
-        """[R, H] -> [R, U], in the target's dtype; differentiable in the features."""
-        features = features.to(self._target.dtype)
-        if self.token_ids is None:
-            return self._target.logits(features)
-        logits = F.linear(features, self._weight, self._bias)
-        return logits if self._cap is None else torch.tanh(logits / self._cap) * self._cap
+class TargetLaw(DraftLaw):
+    """What the target's features say: its logits and its best tokens, over a draft vocabulary."""
 
     @torch.no_grad()
     def best(self, features: Tensor) -> Tensor:

@@ -44,6 +44,7 @@ from eagle_fsd.default_target import (
     default_target_gguf,
 )
 from eagle_fsd.device import resolve_device
+from eagle_fsd.draft_vocab import read_vocab
 from train.conversations import (
     Conversation,
     Exclusion,
@@ -59,7 +60,6 @@ from train.prepare import ChatEncoder, PrepareConfig, load_tokenizer, prepare, r
 from train.regenerate import REGENERATED_FILE, RegenerateConfig
 from train.run_folder import CURVE_FILE, METRICS_FILE
 from train.shards import write_json
-from train.vocab import read_vocab
 
 OWN, MIXED, FEATURES, RUN = "own", "mixed", "features", "run"
 RECORD_FILE = "record.json"

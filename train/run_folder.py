@@ -14,7 +14,8 @@ import torch
 
 from eagle_fsd.checkpoint import save_head
 from eagle_fsd.draft_head import DraftHead
-from train.vocab import VOCAB_FILE, write_vocab
+from eagle_fsd.draft_vocab import VOCAB_FILE
+from train.vocab import write_vocab
 
 CHECKPOINT_FILE = "checkpoint.pt"
 METRICS_FILE = "metrics.jsonl"

@@ -7,7 +7,6 @@ import argparse
 import hashlib
 import json
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,9 @@ import torch
 from torch import Tensor
 
 from eagle_fsd.command import run
+from eagle_fsd.draft_vocab import VOCAB_FILE
 from train.features import shards_identity
 from train.shards import TokenShards
-
-VOCAB_FILE = "draft_vocab.json"
 
 
 def count_tokens(shards: TokenShards) -> Tensor:
@@ -33,8 +31,8 @@ def build_vocab(shards: TokenShards, size: int) -> dict[str, Any]:
     """The `size` most frequent tokens of the answers, the smaller id first among equals.
 
     Returns:
-        token_ids: ascending. size: U. coverage: share of the answers' tokens that are among them.
-        source: digest of the shards.
+        token_ids: ascending. counts: how often each is one of an answer. size: U. coverage: share
+        of the answers' tokens that are among them. source: digest of the shards.
 
     Raises:
         ValueError: if the size is not within the vocabulary, or no token is one of an answer.
@@ -48,30 +46,11 @@ def build_vocab(shards: TokenShards, size: int) -> dict[str, Any]:
     chosen = counts.sort(descending=True, stable=True).indices[:size].sort().values
     return {
         "token_ids": chosen.tolist(),
+        "counts": counts[chosen].tolist(),
         "size": size,
         "coverage": round(int(counts[chosen].sum()) / total, 6),
         "source": f"shards {shards_identity(shards.folder)[:16]}, {shards.split} answers",
     }
-
-
-def read_vocab(path: str | Path) -> dict[str, Any]:
-    """A draft vocabulary file.
-
-    Raises:
-        FileNotFoundError: if there is none.
-        ValueError: if it is not one, or its ids are not ascending and distinct.
-    """
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"no draft vocabulary at {str(path)!r}; give a file or a number")
-    try:
-        vocab = json.loads(Path(path).read_text(encoding="utf-8"))
-        token_ids = vocab["token_ids"]
-        is_ascending = all(a < b for a, b in pairwise(token_ids))
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{str(path)!r} is no draft vocabulary: {error!r}") from error
-    if not token_ids or not is_ascending or token_ids[0] < 0:
-        raise ValueError(f"{str(path)!r} must hold ascending, distinct token ids >= 0")
-    return dict(vocab)
 
 
 def write_vocab(path: Path, vocab: dict[str, Any]) -> None:

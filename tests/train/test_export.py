@@ -17,7 +17,8 @@ from transformers import AutoConfig
 
 from eagle_fsd.checkpoint import DEMO_HEAD, load_head, save_head
 from eagle_fsd.draft_head import DraftHead, DraftHeadConfig
-from train.vocab import VOCAB_FILE, write_vocab
+from eagle_fsd.draft_vocab import VOCAB_FILE
+from train.vocab import write_vocab
 
 REPOSITORY = Path(__file__).parents[2]
 H, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, V = 32, 64, 4, 2, 8, 128

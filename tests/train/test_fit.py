@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from eagle_fsd.checkpoint import load_head, save_head
 from eagle_fsd.decoder import SpeculativeDecoder
+from eagle_fsd.draft_vocab import VOCAB_FILE, read_vocab
 from eagle_fsd.drafter import HeadDrafter
 from eagle_fsd.target import TargetModel
 from tests.train.tiny import (
@@ -34,7 +35,7 @@ from train.fit_config import FitConfig
 from train.losses import training_rows
 from train.run_folder import CHECKPOINT_FILE, CURVE_FILE, METRICS_FILE, RunFolder
 from train.shards import TokenShards
-from train.vocab import VOCAB_FILE, build_vocab, read_vocab
+from train.vocab import build_vocab
 from train.vocab import main as vocab_main
 
 REPOSITORY = Path(__file__).parents[2]
