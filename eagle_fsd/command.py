@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from eagle_fsd.decoder import SpeculativeDecoder
+from eagle_fsd.target import ATTENTION_IMPLEMENTATIONS
 
 USER_ERRORS = (ValueError, TypeError, OSError, RuntimeError, ImportError)
 
@@ -57,7 +58,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--revision", help="of a hub id")
     group.add_argument(
-        "--attn-implementation", choices=("eager", "sdpa"), help="attention of the target"
+        "--attn-implementation", choices=ATTENTION_IMPLEMENTATIONS, help="attention of the target"
     )
 
 

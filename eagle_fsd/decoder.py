@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from eagle_fsd.acceptance import RULES, AcceptanceRule, Exact, build_rule
+from eagle_fsd.attention import PACKED
 from eagle_fsd.chat import (
     Detokenizer,
     Prompt,
@@ -269,7 +270,13 @@ class SpeculativeDecoder:
         Raises:
             ValueError: also for a relaxed rule, which has nothing to relax here.
         """
-        return _collect(self._run(self._prepare(prompt, dict(options), is_plain=True)))
+        return _collect(self.plain_stream(prompt, **options))
+
+    def plain_stream(
+        self, prompt: Prompt, **options: Unpack[GenerateOptions]
+    ) -> Generator[Step, None, None]:
+        """`plain`, step by step."""
+        return self._run(self._prepare(prompt, dict(options), is_plain=True))
 
     def check_rule(self, rule: AcceptanceRule) -> None:
         """Refuses a rule that the drafter cannot serve.
@@ -358,13 +365,16 @@ class SpeculativeDecoder:
 
     def _run(self, request: _Request) -> Generator[Step, None, None]:
         with self.target.turnstile.enter():
-            steps = _Session(self, request).steps()
+            steps = self._session(request).steps()
             while True:
                 with self.target.turnstile.running():
                     step = next(steps, None)
                 if step is None:
                     return
                 yield step
+
+    def _session(self, request: _Request) -> _Session:
+        return _Session(self, request)
 
 
 class _Session:
@@ -677,4 +687,7 @@ def _load(
         return load_target(target, dtype=dtype, **options)
     where = resolve_device(device)
     model, tokenizer = load_target(target, dtype=dtype, **options)
+    is_free = options.get("attn_implementation") is None and where.type == "cpu"
+    if is_free and model.config._attn_implementation == "sdpa":
+        model.set_attn_implementation(PACKED)  # docs/performance.md: never slower on a CPU
     return model.to(where), tokenizer  # type: ignore[arg-type]

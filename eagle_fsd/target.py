@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from eagle_fsd.attention import PACKED
 from eagle_fsd.cache import PreallocatedCache
 from eagle_fsd.chat import merge_stop_ids
 from eagle_fsd.errors import UnsupportedModelError
@@ -32,7 +33,7 @@ FAMILIES: dict[str, MaskKind] = {
     "qwen3": "dict",
     "gemma2": "dict",
 }
-ATTENTION_IMPLEMENTATIONS = ("eager", "sdpa")
+ATTENTION_IMPLEMENTATIONS = ("eager", "sdpa", PACKED)
 LAYER_TYPES = ("full_attention", "sliding_attention")
 # RoPE kinds whose angles of *all* positions change once the original length is passed: cached keys
 # would be wrong.

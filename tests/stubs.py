@@ -10,6 +10,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from eagle_fsd.attention import PACKED
 from eagle_fsd.config import TreeConfig
 from eagle_fsd.draft_head import DraftHead, DraftHeadConfig
 from eagle_fsd.drafter import Draft, HeadDrafter
@@ -53,7 +54,7 @@ FAMILY_CONFIGS: dict[str, Callable[[], Any]] = {
         **_SHAPE, sliding_window=WINDOW, num_local_experts=4
     ),
 }
-ATTENTION = dict.fromkeys(FAMILY_CONFIGS, ("eager", "sdpa")) | {"gemma2": ("eager",)}
+ATTENTION = dict.fromkeys(FAMILY_CONFIGS, ("eager", PACKED, "sdpa")) | {"gemma2": ("eager",)}
 
 
 def tiny_model(
