@@ -34,6 +34,7 @@ from eagle_fsd.drafter import Draft, Drafter, HeadDrafter, ModelDrafter
 from eagle_fsd.sampling import SeededNoise
 from eagle_fsd.stats import GenerationStats, StepStats
 from eagle_fsd.target import Target, TargetModel
+from eagle_fsd.tuning import load_choice, setting_of
 from eagle_fsd.verify import EmittedToken, Origin, Verdict, Verifier
 from tree import DraftTree
 
@@ -163,7 +164,8 @@ class SpeculativeDecoder:
         target: the target.
         drafter: proposes trees; None leaves only `plain`.
         tokenizer: for text and stop strings; None leaves only ids.
-        tree: size of the tree; None is the device's default.
+        tree: size of the tree; None is the one that `python -m benchmarks.tree` found to be the
+            fastest here, or else the device's default.
     """
 
     def __init__(
@@ -182,6 +184,15 @@ class SpeculativeDecoder:
         self.drafter = drafter
         self.tokenizer = tokenizer
         self.tree = tree or TreeConfig.default(target.output_device.type)
+        self._is_plain_faster = False
+        if tree is None and isinstance(target, TargetModel) and isinstance(drafter, HeadDrafter):
+            self._take_stored_choice(target, drafter)
+
+    def _take_stored_choice(self, target: TargetModel, drafter: HeadDrafter) -> None:
+        choice = load_choice(setting_of(target, drafter))
+        if choice is not None:
+            self.tree = choice.tree
+            self._is_plain_faster = choice.ratio <= 1.0
 
     @classmethod
     def from_pretrained(  # noqa: PLR0913 - the public call, all but the target by keyword
@@ -317,7 +328,7 @@ class SpeculativeDecoder:
         )
         seed = options.pop("seed", 0)
         seed = secrets.randbits(63) if seed is None else _whole_number("seed", seed)
-        tree = _tree_config(options.pop("tree", None)) or self.tree
+        tree = _tree_config(options.pop("tree", None)) or self._auto_tree(rule)
         stop_strings, stop_ids = self._stops(options.pop("stop", None), options.pop("stop_ids", ()))
         observer, profile = options.pop("observer", None), bool(options.pop("profile", False))
         if observer is not None and not callable(observer):
@@ -346,6 +357,10 @@ class SpeculativeDecoder:
             observer,
             profile,
         )
+
+    def _auto_tree(self, rule: AcceptanceRule) -> TreeConfig | None:
+        """None where exact decoding was measured to be slower with any tree than without."""
+        return None if self._is_plain_faster and isinstance(rule, Exact) else self.tree
 
     def _stops(self, stop: Any, user_ids: Any) -> tuple[tuple[str, ...], frozenset[int]]:
         """Stop strings, and all stop ids: generation config, tokenizer and user."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import platform
+from pathlib import Path
+
 import torch
 
 
@@ -56,3 +59,14 @@ def peak_memory_bytes(device: torch.device) -> int:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def device_name(device: torch.device) -> str:
+    """What the processor or the accelerator is called."""
+    if device.type == "cpu":
+        facts = Path("/proc/cpuinfo")  # Linux tells the model there, other systems to `platform`
+        lines = facts.read_text(encoding="utf-8").splitlines() if facts.is_file() else []
+        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+        return names[0] if names else platform.processor() or platform.machine()
+    name = getattr(torch.get_device_module(device), "get_device_name", None)
+    return device.type if name is None else str(name(device))

@@ -1,0 +1,1 @@
+"""Scripts behind the README's figures; they need the checkout."""

@@ -1,0 +1,81 @@
+"""Choosing a tree: the prediction against live decoding, on a target whose ids are known."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from benchmarks.tree import DEPTHS, PASS_SIZES, TOP_KS, Costs, main, measure, predict, record, trees
+from eagle_fsd import SpeculativeDecoder, TreeConfig
+from eagle_fsd.target import TargetModel
+from tests.stubs import head_drafter, random_prompt, tiny_model
+
+FREE = Costs(
+    passes=dict.fromkeys(PASS_SIZES, 1.0),
+    first_steps=dict.fromkeys(TOP_KS, 0.0),
+    further_steps=dict.fromkeys(TOP_KS, 0.0),
+)
+
+
+@pytest.fixture(scope="module")
+def decoder() -> SpeculativeDecoder:
+    target = TargetModel(tiny_model())
+    return SpeculativeDecoder(target, head_drafter(target))
+
+
+def test_predicted_acceptance_lengths_are_those_of_live_decoding(
+    decoder: SpeculativeDecoder,
+) -> None:
+    rng = random.Random(2)
+    prompts = [random_prompt(rng, 5, 20) for _ in range(2)]
+    predictions = {p.tree: p for p in predict(FREE, [record(decoder, p, 24) for p in prompts])}
+    assert set(predictions) == set(trees())
+    for tree in (TreeConfig(4, 4, 1), TreeConfig(8, 3, 3), TreeConfig(59, 6, 10)):
+        # The last cycles of a request draft less deep, which changes nothing that is emitted.
+        runs = [decoder.generate(p, tree=tree, max_new_tokens=24).stats for p in prompts]
+        live = sum(r.num_tokens - 1 for r in runs) / sum(r.num_cycles for r in runs)
+        assert predictions[tree].acceptance_length == pytest.approx(live)
+
+
+def test_the_fastest_is_what_costs_and_lengths_say() -> None:
+    # Every root finds one token in a tree of 2, two in a tree of 10.
+    text = {(d, k): [[2, 10]] * 300 for d in DEPTHS for k in TOP_KS}
+    shorter = {key: ([[2]] * 300 if key[0] == 1 else rows) for key, rows in text.items()}
+    free = predict(FREE, [shorter])[0]
+    assert free.tree.num_draft_tokens >= 10
+    assert free.acceptance_length == pytest.approx(3.0, abs=0.05)
+    dear = Costs(
+        passes={size: 1.0 + 0.2 * size for size in PASS_SIZES},
+        first_steps=FREE.first_steps,
+        further_steps=dict.fromkeys(TOP_KS, 0.5),
+    )
+    best = predict(dear, [shorter])[0]
+    assert best.tree.num_draft_tokens == 2
+    assert best.tree.depth == 1
+    assert best.ratio == pytest.approx(2.0 * 1.2 / 1.6, abs=0.02)
+
+
+def test_costs_are_measured_for_every_size(decoder: SpeculativeDecoder) -> None:
+    costs = measure(decoder, random_prompt(random.Random(0)))
+    assert set(costs.passes) == set(PASS_SIZES)
+    assert set(costs.first_steps) == set(costs.further_steps) == set(TOP_KS)
+    assert min(costs.passes.values()) > 0.0
+    assert costs.cycle(TreeConfig(8, 3, 3)) > costs.passes[8]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ([], "nothing drafts"),
+        (["--draft-head", "demo", "--tree", "4,4,1"], "--tree is what this command chooses"),
+        (["--draft-head", "demo", "--check", "0"], "--check must be >= 1"),
+        (["--draft-head", "demo"], "no question file"),
+    ],
+)
+def test_bad_flags_are_one_sentence(
+    flags: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--target", "x", "--questions", str(tmp_path / "absent.jsonl"), *flags]) == 2
+    assert words in capsys.readouterr().err
