@@ -16,6 +16,7 @@ ALLOWED = {
     "eagle_fsd": {"tree", "eagle_fsd"},
     "train": {"tree", "eagle_fsd", "train"},
     "evaluation": {"tree", "eagle_fsd", "evaluation"},
+    "benchmarks": {"tree", "eagle_fsd", "evaluation", "benchmarks"},
 }
 OURS = {"tree", "eagle_fsd", "train", "evaluation", "benchmarks", "tests"}
 COMMANDS = [
@@ -25,6 +26,11 @@ COMMANDS = [
     "train.fit",
     "train.vocab",
     "train.recipe",
+    "evaluation.run",
+    "evaluation.score",
+    "evaluation.speed",
+    "evaluation.replay",
+    "benchmarks.tree",
 ]
 
 
