@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import hashlib
 import json
 import math
 import os
@@ -32,18 +31,18 @@ from tqdm import tqdm
 
 from eagle_fsd.acceptance import RULES, AcceptanceRule, Exact
 from eagle_fsd.calibrate import Calibration, Row, figures, grid, has_divergence
-from eagle_fsd.checkpoint import locate_head
 from eagle_fsd.command import Parser, add_model_arguments, load_decoder, require_drafter, run
 from eagle_fsd.config import SamplingConfig
 from eagle_fsd.decoder import SpeculativeDecoder
 from eagle_fsd.divergence import DIVERGENCES, is_infinite_under_reduced_vocab
 from eagle_fsd.recorder import Expectation, Recorder
+from evaluation.answerer import turn_seed
 from evaluation.answers import RunFolder, digest
 from evaluation.arms import loaded_target
 from evaluation.environment import environment
 from evaluation.frontier import draw
 from evaluation.questions import Question, add_selection_arguments, select
-from evaluation.run import turn_seed
+from evaluation.settings import model_settings
 from evaluation.tasks import load_questions
 
 SUMS_FILE = "replay.jsonl"
@@ -216,8 +215,14 @@ def _replay(args: argparse.Namespace, argv: Sequence[str]) -> None:
     folder = RunFolder(args.output, "replay")
     task, questions, source = load_questions(args.task, args.questions)
     selected = select(questions, args.limit, args.every)
-    requests = dataclasses.asdict(sampling) | {"max_new_tokens": args.max_new_tokens}
-    settings = _settings(args) | {"task": task.name, "questions": digest(questions)} | requests
+    numbers = {"max_new_tokens": args.max_new_tokens, "seed": args.seed}
+    requests = dataclasses.asdict(sampling) | numbers
+    settings = model_settings(args) | {
+        "task": task.name,
+        "questions": digest(questions),
+        "rules": args.rules,
+        **requests,
+    }
     with folder.locked():
         stored = folder.resume(settings)
         if stored is not None:  # what "auto" was then
@@ -230,7 +235,7 @@ def _replay(args: argparse.Namespace, argv: Sequence[str]) -> None:
             record = {"model_id": folder.model_id, "task": task.name, "settings": settings}
             folder.write_run(record | {"source": source, "argv": argv} | facts)
         file = SumsFile(folder.folder / SUMS_FILE, [EXACT, *(rule.spec for rule in rules)])
-        records = replay(decoder, selected, rules, requests | {"seed": args.seed}, file)
+        records = replay(decoder, selected, rules, requests, file)
         calibration = summarise(records, settings)
         result = report(calibration, records, levels, args.seed) | {"source": source} | facts
         _write_whole(folder.folder / REPORT_FILE, json.dumps(result, indent=1) + "\n")
@@ -452,24 +457,6 @@ def _record(
         num_trees=recorder.num_trees,
         sums=dict(zip(specs, recorder.totals, strict=True)),
     )
-
-
-def _settings(args: argparse.Namespace) -> dict[str, Any]:
-    """What the flags say about models and rules; a head by its weights, as training changes them.
-
-    Raises:
-        ValueError, FileNotFoundError: for a draft head that is none.
-    """
-    flags = ("target", "revision", "draft_model", "draft_vocab", "dtype", "tree", "rules", "seed")
-    head = None if args.draft_head is None else hashlib.sha256()
-    if head is not None:
-        for path in sorted(locate_head(args.draft_head).iterdir()):
-            if path.suffix in (".json", ".safetensors", ".bin"):
-                head.update(path.read_bytes())
-    return {name: getattr(args, name) for name in flags} | {
-        "draft_head_sha256": None if head is None else head.hexdigest()[:16],
-        "attn_implementation": args.attn_implementation,
-    }
 
 
 def _levels(args: argparse.Namespace, sampling: SamplingConfig) -> list[float]:

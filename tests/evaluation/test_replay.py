@@ -18,6 +18,7 @@ from eagle_fsd.checkpoint import save_head
 from eagle_fsd.decoder import SpeculativeDecoder
 from eagle_fsd.divergence import INFINITE_UNDER_REDUCED_VOCAB
 from eagle_fsd.recorder import Expectation, Recorder
+from evaluation.answerer import turn_seed
 from evaluation.frontier import best_lines, draw, lines
 from evaluation.questions import read_questions
 from evaluation.replay import (
@@ -32,7 +33,6 @@ from evaluation.replay import (
     report,
     summarise,
 )
-from evaluation.run import turn_seed
 from tests.scripted import byte_tokenizer
 from tests.stubs import TableDrafter, TableTarget, tiny_head, tiny_model
 
@@ -292,7 +292,7 @@ def test_a_larger_limit_goes_on_and_nothing_is_decoded_twice(
         ({"rules": "coverage"}, "rules"),
         ({"tree": "4,2,2"}, "tree"),
         ({"dtype": "bfloat16"}, "dtype"),
-        ({"draft_head": "other"}, "draft_head_sha256"),
+        ({"draft_head": "other"}, "draft_head"),
         ({"task": "fewer.jsonl"}, "task"),
     ],
 )

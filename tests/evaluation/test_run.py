@@ -19,13 +19,16 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from eagle_fsd.acceptance import Exact
 from eagle_fsd.checkpoint import save_head
+from eagle_fsd.config import SamplingConfig
 from eagle_fsd.decoder import SpeculativeDecoder
 from eagle_fsd.target import TargetModel
 from evaluation import run
+from evaluation.answerer import AnswerConfig, Answerer, turn_seed
 from evaluation.answers import read_answers, read_run
 from evaluation.questions import Question, read_questions
-from evaluation.run import AnswerConfig, Answerer, main, turn_seed
+from evaluation.run import main
 from tests.train.tiny import tiny_head, tiny_model
 
 REPOSITORY = Path(__file__).parents[2]
@@ -476,7 +479,7 @@ def test_a_prompt_that_fills_the_context_is_an_empty_answer_and_the_run_goes_on(
 
 
 def config(**changes: Any) -> AnswerConfig:
-    plain = {"rule": run.Exact(), "sampling": run.SamplingConfig(), "is_plain": True}
+    plain = {"rule": Exact(), "sampling": SamplingConfig(), "is_plain": True}
     return AnswerConfig(**(plain | {"max_new_tokens": 4} | changes))
 
 
