@@ -21,9 +21,9 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
 
 
-def commands() -> list[str]:
+def commands(package: str) -> list[str]:
     lines = "\n".join(blocks("sh")).replace("\\\n", " ").splitlines()
-    return [line for line in lines if line.startswith("python -m eagle_fsd")]
+    return [line for line in lines if line.startswith(f"python -m {package}")]
 
 
 def run(arguments: list[str], folder: Path) -> str:
@@ -40,11 +40,22 @@ def run(arguments: list[str], folder: Path) -> str:
 
 
 def test_the_example_prints_an_answer(tmp_path: Path) -> None:
-    (example,) = blocks("python")
-    assert "sky" in run(["-c", example], tmp_path)
+    assert "sky" in run(["-c", blocks("python")[0]], tmp_path)
 
 
-@pytest.mark.parametrize("command", commands(), ids=lambda command: command.split()[3])
+def test_the_other_examples_import(tmp_path: Path) -> None:
+    for example in blocks("python")[1:]:
+        assert run(["-c", f"{example}\nprint('imported')"], tmp_path) == "imported\n"
+
+
+@pytest.mark.parametrize("command", commands("eagle_fsd"), ids=lambda command: command.split()[3])
 def test_every_command_runs_as_written(command: str, tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("Why is the sky blue?\nHow do I boil an egg?\n")
     assert run(shlex.split(command)[1:], tmp_path)
+
+
+def test_the_evaluation_commands_run_one_after_the_other(tmp_path: Path) -> None:
+    written = commands("evaluation")
+    assert len(written) == 5
+    for command in written:
+        assert run(shlex.split(command)[1:], tmp_path)
