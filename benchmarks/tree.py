@@ -11,11 +11,8 @@ stored in the user's cache is what `tree="auto"` takes from then on.
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -27,12 +24,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from benchmarks.timing import ROUNDS, comb, median_seconds, models_of, write_json
 from eagle_fsd import SpeculativeDecoder, TreeConfig
 from eagle_fsd.chat import encode_prompt
 from eagle_fsd.command import Parser, add_model_arguments, load_decoder, require_drafter, run
-from eagle_fsd.device import synchronize
-from eagle_fsd.drafter import HeadDrafter
-from eagle_fsd.target import TargetModel
 from eagle_fsd.tuning import TreeChoice, acceptance_length, needed_tokens, setting_of, store_choice
 from evaluation.questions import add_selection_arguments, read_questions, select
 from tree import DraftTree
@@ -41,7 +36,6 @@ DEPTHS = range(1, 8)
 TOP_KS = (1, 2, 3, 4, 6, 8, 10)
 SIZES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 59)
 PASS_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
-ROUNDS = 7
 
 
 @dataclass(frozen=True)
@@ -108,7 +102,7 @@ def record(
     decoder: SpeculativeDecoder, prompt: Tensor, max_new_tokens: int
 ) -> dict[tuple[int, int], list[list[int]]]:
     """Plain greedy decoding of one prompt, then all candidates at every place of the answer."""
-    target, drafter = _models(decoder)
+    target, drafter = models_of(decoder)
     answer = decoder.plain(prompt, max_new_tokens=max_new_tokens).token_ids
     text = [*prompt[0].tolist(), *answer]
     depth, top_k = max(DEPTHS), max(TOP_KS)
@@ -130,7 +124,7 @@ def record(
 
 def measure(decoder: SpeculativeDecoder, prompt: Tensor) -> Costs:
     """Times passes and head steps behind a prompt, in turn, so that a drift meets all alike."""
-    target, drafter = _models(decoder)
+    target, drafter = models_of(decoder)
     num_prompt = prompt.shape[1]
     target.start(num_prompt + max(PASS_SIZES))
     features = target.prefill(prompt[0].to(target.output_device)).features
@@ -138,16 +132,16 @@ def measure(decoder: SpeculativeDecoder, prompt: Tensor) -> Costs:
     drafter.commit(prompt[0].to(features.device), features)
 
     def one_pass(size: int) -> None:
-        target.score(_comb(size))
+        target.score(comb(size))
         target.truncate(num_prompt)
 
     def draft(depth: int, top_k: int) -> None:
         drafter.propose(1, TreeConfig(top_k, depth, top_k))
         drafter.commit(prompt[0, :1].to(features.device), features[:1])
 
-    passes = _medians({size: partial(one_pass, size) for size in PASS_SIZES}, target)
-    first = _medians({k: partial(draft, 1, k) for k in TOP_KS}, target)
-    deep = _medians({k: partial(draft, 5, k) for k in TOP_KS}, target)
+    passes = median_seconds({size: partial(one_pass, size) for size in PASS_SIZES}, target)
+    first = median_seconds({k: partial(draft, 1, k) for k in TOP_KS}, target)
+    deep = median_seconds({k: partial(draft, 5, k) for k in TOP_KS}, target)
     further = {k: max(0.0, (deep[k] - first[k]) / 4) for k in TOP_KS}
     return Costs(passes, first, further)
 
@@ -200,7 +194,7 @@ def _tune(args: argparse.Namespace) -> None:
         raise ValueError("--check must be >= 1 and --max-new-tokens >= 8")
     questions = select(read_questions(args.questions), args.limit, args.every)
     decoder = load_decoder(args)
-    target, drafter = _models(decoder)
+    target, drafter = models_of(decoder)
     prompts = [
         encode_prompt(each.turns[0], decoder.tokenizer, target.vocabulary_size)
         for each in questions
@@ -223,39 +217,7 @@ def _tune(args: argparse.Namespace) -> None:
     if not args.dry_run:
         print(f"stored in {store_choice(setting, choice)}")
     if args.output:
-        _write(Path(args.output), _as_json(setting, costs, predictions, ratios))
-
-
-def _models(decoder: SpeculativeDecoder) -> tuple[TargetModel, HeadDrafter]:
-    target, drafter = decoder.target, decoder.drafter
-    if not isinstance(target, TargetModel) or not isinstance(drafter, HeadDrafter):
-        raise ValueError("trees are chosen for a draft head; give --draft-head")
-    return target, drafter
-
-
-def _medians(calls: dict[int, Callable[[], None]], target: TargetModel) -> dict[int, float]:
-    """Median seconds of each call over rounds in which all take turns; one round warms up."""
-    seconds: dict[int, list[float]] = {key: [] for key in calls}
-    with torch.inference_mode():
-        for _ in range(ROUNDS + 1):
-            for key, call in calls.items():
-                synchronize(target.output_device)
-                start = time.perf_counter()
-                call()
-                synchronize(target.output_device)
-                seconds[key].append(time.perf_counter() - start)
-    return {key: statistics.median(times[1:]) for key, times in seconds.items()}
-
-
-def _comb(size: int) -> DraftTree:
-    """A tree of `size` nodes, the root included: a chain with a leaf at each of its nodes."""
-    parents = [-1] + [max(0, row - 2) for row in range(1, size)]
-    depths = [0] * size
-    for row in range(1, size):
-        depths[row] = depths[parents[row]] + 1
-    return DraftTree(
-        torch.arange(size), torch.tensor(parents), torch.tensor(depths), torch.zeros(size)
-    )
+        write_json(Path(args.output), _as_json(setting, costs, predictions, ratios))
 
 
 def _on_cpu(tree: DraftTree) -> DraftTree:
@@ -305,12 +267,6 @@ def _as_json(
         ],
         "live": {name: {"ratio": r, "acceptance_length": a} for name, (r, a) in ratios.items()},
     }
-
-
-def _write(path: Path, figures: dict[str, Any]) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-    temporary.replace(path)
 
 
 if __name__ == "__main__":

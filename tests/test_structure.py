@@ -31,6 +31,7 @@ COMMANDS = [
     "evaluation.speed",
     "evaluation.replay",
     "benchmarks.tree",
+    "benchmarks.cycle",
 ]
 
 

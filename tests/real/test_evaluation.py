@@ -1,4 +1,4 @@
-"""The evaluation commands on the default target, with the published question sets where they are."""
+"""The evaluation commands on the default target, with the published questions where they are."""
 
 from __future__ import annotations
 
