@@ -22,10 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.timing import comb, median_seconds, models_of, write_json
+from benchmarks.timing import comb, median_seconds, models_of
 from eagle_fsd import SpeculativeDecoder, TreeConfig
 from eagle_fsd.command import Parser, add_model_arguments, load_decoder, require_drafter, run
 from eagle_fsd.device import peak_memory_bytes
+from eagle_fsd.files import write_json
 from eagle_fsd.tuning import setting_of
 
 CYCLES = 16

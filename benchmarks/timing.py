@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -58,10 +56,3 @@ def comb(size: int) -> DraftTree:
     return DraftTree(
         torch.arange(size), torch.tensor(parents), torch.tensor(depths), torch.zeros(size)
     )
-
-
-def write_json(path: Path, figures: dict[str, Any]) -> None:
-    """Writes figures, the whole file or nothing of it."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-    temporary.replace(path)

@@ -24,10 +24,11 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from benchmarks.timing import ROUNDS, comb, median_seconds, models_of, write_json
+from benchmarks.timing import ROUNDS, comb, median_seconds, models_of
 from eagle_fsd import SpeculativeDecoder, TreeConfig
 from eagle_fsd.chat import encode_prompt
 from eagle_fsd.command import Parser, add_model_arguments, load_decoder, require_drafter, run
+from eagle_fsd.files import write_json
 from eagle_fsd.tuning import TreeChoice, acceptance_length, needed_tokens, setting_of, store_choice
 from evaluation.questions import add_selection_arguments, read_questions, select
 from tree import DraftTree

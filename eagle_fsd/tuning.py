@@ -7,7 +7,6 @@ stored and never measures anything itself, so that no clock is read inside a req
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from eagle_fsd.config import TreeConfig
 from eagle_fsd.default_target import cache_dir
 from eagle_fsd.device import device_name
 from eagle_fsd.drafter import HeadDrafter
+from eagle_fsd.files import write_json
 from eagle_fsd.target import TargetModel
 from tree import DraftTree
 
@@ -71,9 +71,7 @@ def store_choice(setting: str, choice: TreeChoice) -> Path:
     path = cache_dir() / TREES_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     choices = _read(path) | {setting: {"tree": astuple(choice.tree), "ratio": choice.ratio}}
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as stream:
-        stream.write(json.dumps(choices, indent=1) + "\n")
-    Path(stream.name).replace(path)
+    write_json(path, choices)
     return path
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_fsd.calibrate import Calibration, family
+from eagle_fsd.files import whole_file
 from eagle_fsd.recorder import Expectation
 
 # Below this an axis is linear, so that it can show 0; above, it is logarithmic.
@@ -100,12 +101,8 @@ def draw(calibration: Calibration, levels: Sequence[float], path: Path) -> None:
     )
     handles, labels = panels["cost"].get_legend_handles_labels()
     sheet.legend(handles, labels, loc="outside lower center", ncols=6, frameon=False)
-    temporary = path.with_name(path.name + ".tmp")
-    try:
+    with whole_file(path) as temporary:
         sheet.savefig(temporary, format="png", dpi=130)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _draw_panel(axes: Any, calibration: Calibration, best: dict[str, str], figure: Figure) -> None:

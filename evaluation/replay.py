@@ -35,6 +35,7 @@ from eagle_fsd.command import Parser, add_model_arguments, load_decoder, require
 from eagle_fsd.config import SamplingConfig
 from eagle_fsd.decoder import SpeculativeDecoder
 from eagle_fsd.divergence import DIVERGENCES, is_infinite_under_reduced_vocab
+from eagle_fsd.files import write_text
 from eagle_fsd.recorder import Expectation, Recorder
 from evaluation.answerer import turn_seed
 from evaluation.answers import RunFolder, digest
@@ -238,7 +239,7 @@ def _replay(args: argparse.Namespace, argv: Sequence[str]) -> None:
         records = replay(decoder, selected, rules, requests, file)
         calibration = summarise(records, settings)
         result = report(calibration, records, levels, args.seed) | {"source": source} | facts
-        _write_whole(folder.folder / REPORT_FILE, json.dumps(result, indent=1) + "\n")
+        write_text(folder.folder / REPORT_FILE, json.dumps(result, indent=1) + "\n")
         draw(calibration, levels, folder.folder / PICTURE_FILE)
     if args.json:
         print(json.dumps(result))
@@ -486,15 +487,6 @@ def _gain(row: Row, calibration: Calibration) -> float:
 
 def _to_json(number: float) -> float | str:
     return number if math.isfinite(number) else str(number)
-
-
-def _write_whole(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

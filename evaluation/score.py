@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -22,6 +21,7 @@ from typing import Any
 from tqdm import tqdm
 
 from eagle_fsd.command import Parser, run
+from eagle_fsd.files import write_json
 from evaluation.answers import read_answers, read_run
 from evaluation.code_execution import (
     DEFAULT_TIMEOUT_S,
@@ -252,7 +252,7 @@ def score_folders(args: argparse.Namespace) -> None:
     for each in runs:
         judge = judges.get(each.record["kind"], leave_unscored)
         scores.append(score_run(each, exact, judge))
-        _write_json(each.folder / SCORES_FILE, scores[-1])
+        write_json(each.folder / SCORES_FILE, scores[-1])
     if args.json:
         print(json.dumps(scores, indent=2))
     else:
@@ -333,20 +333,6 @@ def _figure(value: float | str | None, decimals: int) -> str:
 def _json_number(value: float | None) -> float | str | None:
     """JSON has no infinity: "inf" then, as in the statistics."""
     return "inf" if value == float("inf") else value
-
-
-def _write_json(path: Path, value: object) -> None:
-    """Writes the whole file or none of it."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with temporary.open("w", encoding="utf-8") as stream:
-            json.dump(value, stream, indent=2, ensure_ascii=False)
-            stream.write("\n")
-            stream.flush()
-            os.fsync(stream.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def build_parser() -> argparse.ArgumentParser:

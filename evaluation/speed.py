@@ -32,6 +32,7 @@ from eagle_fsd.command import Parser, add_model_arguments, load_decoder, require
 from eagle_fsd.config import SamplingConfig
 from eagle_fsd.decoder import SpeculativeDecoder
 from eagle_fsd.device import peak_memory_bytes
+from eagle_fsd.files import write_json
 from evaluation.arms import (
     DRAFT_MODEL,
     HF,
@@ -135,7 +136,7 @@ def _speed(args: argparse.Namespace) -> None:
             measured.append(measurement)
             result = report(arms, measured, seed=args.seed, has_phases=not args.no_phases) | facts
             result["peak_memory"] = _peak_memory(decoder)
-            _write_json(path, result)
+            write_json(path, result)
             bar.set_postfix_str(_progress(result))
             bar.update()
     text = json.dumps(result, ensure_ascii=False) if args.json else table(result)
@@ -317,17 +318,6 @@ def _progress(result: dict[str, Any]) -> str:
     """The ratios so far, for the bar."""
     ratios = {name: figures["ratio"]["median"] for name, figures in result["arms"].items()}
     return ", ".join(f"{name} {ratio:.2f}x" for name, ratio in ratios.items())
-
-
-def _write_json(path: Path, value: object) -> None:
-    """Writes the whole file or none of it; the one that was there stays until then."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        text = json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False)
-        temporary.write_text(text + "\n", encoding="utf-8")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

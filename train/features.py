@@ -30,6 +30,7 @@ from tqdm import tqdm
 from eagle_fsd.checkpoint import load_target
 from eagle_fsd.command import run
 from eagle_fsd.device import resolve_device
+from eagle_fsd.files import write_json
 from eagle_fsd.target import TargetModel
 from train.prepare import tokenizer_identity
 from train.shards import (
@@ -38,7 +39,6 @@ from train.shards import (
     TokenShards,
     read_format_meta,
     read_meta,
-    write_json,
 )
 
 LOGGER = logging.getLogger(__name__)

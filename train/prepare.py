@@ -32,6 +32,7 @@ from tqdm import tqdm
 
 from eagle_fsd.command import run
 from eagle_fsd.default_target import DEMO, ensure_default_target, load_gguf_tokenizer
+from eagle_fsd.files import write_json
 from train.conversations import (
     Conversation,
     Exclusion,
@@ -51,7 +52,6 @@ from train.shards import (
     ShardWriter,
     read_meta,
     token_dtype,
-    write_json,
 )
 
 if TYPE_CHECKING:

@@ -45,6 +45,7 @@ from eagle_fsd.default_target import (
 )
 from eagle_fsd.device import resolve_device
 from eagle_fsd.draft_vocab import read_vocab
+from eagle_fsd.files import write_json
 from train.conversations import (
     Conversation,
     Exclusion,
@@ -59,7 +60,6 @@ from train.fit_config import DEVICES, FitConfig
 from train.prepare import ChatEncoder, PrepareConfig, load_tokenizer, prepare, report
 from train.regenerate import REGENERATED_FILE, RegenerateConfig
 from train.run_folder import CURVE_FILE, METRICS_FILE
-from train.shards import write_json
 
 OWN, MIXED, FEATURES, RUN = "own", "mixed", "features", "run"
 RECORD_FILE = "record.json"

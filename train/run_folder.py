@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ import torch
 from eagle_fsd.checkpoint import save_head
 from eagle_fsd.draft_head import DraftHead
 from eagle_fsd.draft_vocab import VOCAB_FILE
+from eagle_fsd.files import whole_file, write_text
 from train.vocab import write_vocab
 
 CHECKPOINT_FILE = "checkpoint.pt"
@@ -87,15 +87,8 @@ class RunFolder:
     def save_checkpoint(self, state: dict[str, Any]) -> None:
         """Replaces the checkpoint."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        temporary = self._checkpoint.with_name(CHECKPOINT_FILE + ".tmp")
-        try:
-            with temporary.open("wb") as stream:
-                torch.save({"version": CHECKPOINT_VERSION} | state, stream)
-                stream.flush()
-                os.fsync(stream.fileno())
-            temporary.replace(self._checkpoint)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with whole_file(self._checkpoint) as temporary:
+            torch.save({"version": CHECKPOINT_VERSION} | state, temporary)
 
     def save_head(
         self, name: str, head: DraftHead, extras: dict[str, Any], vocab: dict[str, Any] | None
@@ -126,9 +119,7 @@ class RunFolder:
         kept = [record for record in self.records() if record["step"] <= step]
         if not self.folder.is_dir():
             return
-        temporary = self._metrics.with_name(METRICS_FILE + ".tmp")
-        temporary.write_text("".join(json.dumps(each) + "\n" for each in kept), encoding="utf-8")
-        temporary.replace(self._metrics)
+        write_text(self._metrics, "".join(json.dumps(each) + "\n" for each in kept))
 
     def plot(self) -> Path | None:
         """Loss, agreement and acceptance length over steps; None without matplotlib."""
@@ -156,9 +147,8 @@ class RunFolder:
         agreement.legend()
         length.plot([r["step"] for r in live], [r["live_acceptance_length"] for r in live], "o-")
         length.set(xlabel="step", title="live acceptance length")
-        temporary = self.folder / (CURVE_FILE + ".tmp")
-        figure.savefig(temporary, format="png")
-        temporary.replace(self.folder / CURVE_FILE)
+        with whole_file(self.folder / CURVE_FILE) as temporary:
+            figure.savefig(temporary, format="png")
         return self.folder / CURVE_FILE
 
 

@@ -44,19 +44,6 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
     return np.dtype("<u2") if vocab_size <= 2**16 else np.dtype("<u4")
 
 
-def write_json(path: Path, value: object) -> None:
-    """Writes `value` as indented JSON: the whole file or none of it."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with temporary.open("w", encoding="utf-8") as stream:
-            json.dump(value, stream, indent=2, ensure_ascii=False)
-            stream.write("\n")
-            _to_disk(stream)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 def read_meta(folder: str | Path) -> dict[str, Any]:
     """The `meta.json` of a finished shard folder.
 

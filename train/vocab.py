@@ -15,6 +15,7 @@ from torch import Tensor
 
 from eagle_fsd.command import run
 from eagle_fsd.draft_vocab import VOCAB_FILE
+from eagle_fsd.files import write_text
 from train.features import shards_identity
 from train.shards import TokenShards
 
@@ -55,12 +56,7 @@ def build_vocab(shards: TokenShards, size: int) -> dict[str, Any]:
 
 def write_vocab(path: Path, vocab: dict[str, Any]) -> None:
     """Writes a draft vocabulary on one line: the whole file or none of it."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        temporary.write_text(json.dumps(vocab) + "\n", encoding="utf-8")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_text(path, json.dumps(vocab) + "\n")
 
 
 def vocab_sha256(vocab: dict[str, Any] | None) -> str | None:

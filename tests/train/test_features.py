@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from eagle_fsd.files import write_json
 from eagle_fsd.target import TargetModel
 from tests.train.tiny import (
     H,
@@ -24,7 +25,7 @@ from train.features import (
     main,
     target_identity,
 )
-from train.shards import META_FILE, TokenShards, read_meta, write_json
+from train.shards import META_FILE, TokenShards, read_meta
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from eagle_fsd.files import write_json
 from train.shards import (
     FORMAT_NAME,
     FORMAT_VERSION,
@@ -14,7 +15,6 @@ from train.shards import (
     TokenShards,
     read_meta,
     token_dtype,
-    write_json,
 )
 
 CONVERSATIONS = [

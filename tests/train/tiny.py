@@ -5,6 +5,7 @@ from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from eagle_fsd.draft_head import DraftHead, DraftHeadConfig
+from eagle_fsd.files import write_json
 from train.prepare import tokenizer_identity
 from train.shards import (
     FORMAT_NAME,
@@ -12,7 +13,6 @@ from train.shards import (
     META_FILE,
     ShardWriter,
     token_dtype,
-    write_json,
 )
 
 V, H = 128, 32
