@@ -15,7 +15,7 @@ demo: .venv/ready fetch
 		--max-new-tokens 128 --prompt "Why is the sky blue?"
 
 test: lint fetch
-	$(PY) -m pytest -m "not (slow and target)"
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses 4 --dist loadfile -m "not (slow and target)"
 
 check-real: .venv/ready-dev fetch
 	$(PY) -m pytest -m "target or slow"
