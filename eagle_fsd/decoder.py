@@ -34,7 +34,7 @@ from eagle_fsd.drafter import Draft, Drafter, HeadDrafter, ModelDrafter
 from eagle_fsd.sampling import SeededNoise
 from eagle_fsd.stats import GenerationStats, StepStats
 from eagle_fsd.target import Target, TargetModel
-from eagle_fsd.tuning import load_choice, setting_of
+from eagle_fsd.tuning import load_choice, prefers_bfloat16, setting_of
 from eagle_fsd.verify import EmittedToken, Origin, Verdict, Verifier
 from tree import DraftTree
 
@@ -218,7 +218,9 @@ class SpeculativeDecoder:
             draft_vocab: what the head drafts over: "full", "auto" (its draft_vocab.json where it
                 has one), or a number U, the most frequent tokens of that file.
             tokenizer: a loaded tokenizer instead of the target's own.
-            dtype: "auto" (the checkpoint's), "float32", "bfloat16", "float16" or a torch dtype.
+            dtype: "auto" (the checkpoint's, but on a CPU half precision becomes bfloat16 where
+                the processor is faster with it, else float32), "float32", "bfloat16", "float16" or
+                a torch dtype.
             device: "auto", "cpu", "cuda", "cuda:N" or "mps"; leave it at "auto" with `device_map`.
             tree: TreeConfig, "N,DEPTH,K" or "auto".
             **options: revision, token, device_map, quantization_config, attn_implementation, ...
@@ -702,7 +704,16 @@ def _load(
         return load_target(target, dtype=dtype, **options)
     where = resolve_device(device)
     model, tokenizer = load_target(target, dtype=dtype, **options)
-    is_free = options.get("attn_implementation") is None and where.type == "cpu"
-    if is_free and model.config._attn_implementation == "sdpa":
-        model.set_attn_implementation(PACKED)  # docs/performance.md: never slower on a CPU
+    if where.type == "cpu":
+        _suit_cpu(model, dtype, options)
     return model.to(where), tokenizer  # type: ignore[arg-type]
+
+
+def _suit_cpu(model: PreTrainedModel, dtype: str | torch.dtype, options: dict[str, Any]) -> None:
+    """What is faster on a CPU, in the place of what was left open."""
+    is_half = model.dtype in (torch.bfloat16, torch.float16)
+    if dtype == "auto" and is_half and options.get("quantization_config") is None:
+        model.to(torch.bfloat16 if prefers_bfloat16() else torch.float32)  # type: ignore[arg-type]
+    is_free = options.get("attn_implementation") is None
+    if is_free and model.config._attn_implementation == "sdpa":
+        model.set_attn_implementation(PACKED)  # docs/performance.md: never slower

@@ -1,12 +1,14 @@
-"""The best fixed tree for a machine: where it is kept, and how long trees of any size get.
+"""What "auto" comes to on a machine: the tree, and the dtype of a CPU.
 
-`python -m benchmarks.tree` measures and stores; a decoder with `tree="auto"` looks up what was
-stored and never measures anything itself, so that no clock is read inside a request.
+`python -m benchmarks.tree` measures trees and stores the best one; a decoder with `tree="auto"`
+looks that up and never measures a tree itself, so that no clock is read inside a request. Whether a
+CPU is faster in bfloat16 is measured in a moment, once, while a target is loaded.
 """
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -24,6 +26,7 @@ from eagle_fsd.target import TargetModel
 from tree import DraftTree
 
 TREES_FILE = "trees.json"
+CPU_FILE = "cpu.json"
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,33 @@ def store_choice(setting: str, choice: TreeChoice) -> Path:
     choices = _read(path) | {setting: {"tree": astuple(choice.tree), "ratio": choice.ratio}}
     write_json(path, choices)
     return path
+
+
+def prefers_bfloat16() -> bool:
+    """Whether this CPU multiplies faster in bfloat16 than in float32; measured once and kept.
+
+    Processors without instructions for it emulate bfloat16, several times slower than float32.
+    """
+    cpu = torch.device("cpu")
+    path = cache_dir() / CPU_FILE
+    machine = f"{device_name(cpu)}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    kept = _read(path)
+    if not isinstance(kept.get(machine), bool):
+        kept[machine] = _seconds(torch.bfloat16) < _seconds(torch.float32)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, kept)
+    return bool(kept[machine])
+
+
+def _seconds(dtype: torch.dtype) -> float:
+    """The least of a few products of the shape of a small model's layer and a tree."""
+    features, weight = torch.ones(16, 1024, dtype=dtype), torch.ones(4096, 1024, dtype=dtype)
+    seconds = []
+    for _ in range(8):
+        start = time.perf_counter()
+        torch.nn.functional.linear(features, weight)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
 
 
 def needed_tokens(

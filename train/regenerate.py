@@ -34,6 +34,7 @@ from eagle_fsd.device import resolve_device, supports_float64
 from eagle_fsd.errors import NonFiniteLogitsError
 from eagle_fsd.sampling import finite_rows
 from eagle_fsd.target import FAMILIES, TargetModel
+from eagle_fsd.tuning import prefers_bfloat16
 from train.conversations import Conversation, Message, Tally, UnusableConversationError, clean
 
 REGENERATED_FILE = "regenerated.jsonl"
@@ -728,8 +729,7 @@ def _conversations(row: dict[str, Any], tally: Tally) -> Iterator[Conversation]:
 
 def _fast_dtype(device: torch.device) -> torch.dtype:
     """bfloat16, but for CPUs that would emulate it."""
-    is_native = device.type != "cpu" or torch.cpu._is_avx512_bf16_supported()
-    return torch.bfloat16 if is_native else torch.float32
+    return torch.bfloat16 if device.type != "cpu" or prefers_bfloat16() else torch.float32
 
 
 def _bar(total: int | None, num_done: int) -> Any:

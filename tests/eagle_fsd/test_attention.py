@@ -6,13 +6,12 @@ import random
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerFast
 
 from eagle_fsd import SpeculativeDecoder
 from eagle_fsd.attention import PACKED, packed_attention
 from tests.stubs import greedy_reference, random_prompt, tiny_model
+from tests.train.tiny import tiny_tokenizer
 
 
 def reference(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float):
@@ -58,8 +57,7 @@ def test_a_target_that_is_loaded_for_a_cpu_uses_it_and_gives_the_same_ids(tmp_pa
     model.save_pretrained(tmp_path)
     (tmp_path / "generation_config.json").unlink()
 
-    backend = Tokenizer(models.WordLevel({f"w{i}": i for i in range(128)}, "w0"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="w0")
+    tokenizer = tiny_tokenizer()
     prompt = random_prompt(random.Random(0))
     expected = greedy_reference(model, prompt, 30)
     for asked, used in ((None, PACKED), ("sdpa", "sdpa"), ("eager", "eager"), (PACKED, PACKED)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
@@ -15,15 +16,18 @@ from eagle_fsd.decoder import GenerationResult
 from eagle_fsd.drafter import HeadDrafter
 from eagle_fsd.target import TargetModel
 from eagle_fsd.tuning import (
+    CPU_FILE,
     TREES_FILE,
     TreeChoice,
     acceptance_length,
     load_choice,
     needed_tokens,
+    prefers_bfloat16,
     setting_of,
     store_choice,
 )
 from tests.stubs import head_drafter, random_prompt, tiny_model
+from tests.train.tiny import tiny_tokenizer
 from tree import DraftTree
 
 DEPTH, TOP_K = 5, 4
@@ -124,6 +128,43 @@ def test_where_speculation_loses_exact_decoding_is_plain() -> None:
     assert decode(target, tree="8,3,3").stats.tree == "8,3,3"
     # A relaxed rule accepts more than was measured.
     assert decode(target, rule="fuzzy:0.5:js").stats.tree == "9,3,3"
+
+
+@pytest.mark.parametrize("is_faster", [True, False])
+def test_bfloat16_is_timed_once_and_decides_half_precision_on_a_cpu(
+    is_faster: bool, own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed = []
+
+    def seconds(dtype: torch.dtype) -> float:
+        timed.append(dtype)
+        return 1.0 if (dtype == torch.bfloat16) == is_faster else 2.0
+
+    monkeypatch.setattr("eagle_fsd.tuning._seconds", seconds)
+    fast = torch.bfloat16 if is_faster else torch.float32
+    tokenizer = tiny_tokenizer()
+    for stored, asked, used in (
+        (torch.bfloat16, "auto", fast),
+        (torch.float16, "auto", fast),
+        (torch.float32, "auto", torch.float32),
+        (torch.bfloat16, "bfloat16", torch.bfloat16),
+        (torch.bfloat16, "float32", torch.float32),
+    ):
+        tiny_model().to(stored).save_pretrained(tmp_path / "target")
+        decoder = SpeculativeDecoder.from_pretrained(
+            tmp_path / "target", tokenizer=tokenizer, dtype=asked
+        )
+        assert isinstance(decoder.target, TargetModel)
+        assert decoder.target.dtype == used
+    assert len(timed) == 2
+    assert [path.name for path in own_cache.iterdir()] == [CPU_FILE]
+
+
+def test_both_dtypes_are_really_timed(own_cache: Path) -> None:
+    first = prefers_bfloat16()
+    kept = json.loads((own_cache / CPU_FILE).read_text())
+    assert list(kept.values()) == [first]
+    assert prefers_bfloat16() is first
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", '{"SETTING": 3}', '{"SETTING": {"tree": [0]}}'])
