@@ -1,4 +1,4 @@
-# make demo | test | check-real | soak | lint | clean
+# make demo | chat | test | check-real | soak | lint | clean
 #
 # Everything runs in .venv, which is made and filled once; later runs use no network.
 # TORCH=torch==2.13.0 picks the torch to install; without it pip takes the newest that fits.
@@ -8,11 +8,14 @@ TORCH ?=
 PY := .venv/bin/python
 INSTALL := $(PY) -m pip install
 
-.PHONY: demo test check-real soak lint fetch clean
+.PHONY: demo chat test check-real soak lint fetch clean
 
 demo: .venv/ready fetch
 	$(PY) -m eagle_fsd compare --target demo --draft-head demo --dtype float32 \
 		--max-new-tokens 128 --prompt "Why is the sky blue?"
+
+chat: .venv/ready-chat fetch
+	$(PY) -m eagle_fsd demo --target demo --draft-head demo --dtype float32
 
 test: lint fetch
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses 4 --dist loadfile -m "not (slow and target)"
@@ -37,8 +40,12 @@ fetch: .venv/ready
 	$(INSTALL) -r requirements.txt
 	touch $@
 
+.venv/ready-chat: .venv/ready pyproject.toml
+	$(INSTALL) -e ".[demo]"
+	touch $@
+
 .venv/ready-dev: .venv/ready pyproject.toml
-	$(INSTALL) -e ".[dev,train]"
+	$(INSTALL) -e ".[dev,train,demo]"
 	touch $@
 
 clean:

@@ -1,4 +1,4 @@
-"""Commands: `python -m eagle_fsd generate|compare|calibrate|inspect|fetch`.
+"""Commands: `python -m eagle_fsd generate|compare|calibrate|demo|inspect|fetch`.
 
 python -m eagle_fsd generate --target demo --draft-head demo --prompt "Why is the sky blue?"
 """
@@ -26,6 +26,7 @@ from eagle_fsd.command import Parser, add_model_arguments, load_decoder, require
 from eagle_fsd.config import SamplingConfig
 from eagle_fsd.decoder import GenerationResult, SpeculativeDecoder, Step
 from eagle_fsd.default_target import ensure_default_target
+from eagle_fsd.demo import server
 from eagle_fsd.errors import UnsupportedModelError
 from eagle_fsd.target import FAMILIES
 
@@ -68,6 +69,10 @@ def build_parser() -> argparse.ArgumentParser:
     compare.set_defaults(command=_compare)
 
     _add_calibrate(commands)
+
+    demo = commands.add_parser("demo", help="a chat page that shows the trade")
+    server.add_arguments(demo)
+    demo.set_defaults(command=server.serve)
 
     inspect = commands.add_parser(
         "inspect", help="say what a draft head is, and whether it fits a target"
