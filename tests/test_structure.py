@@ -32,6 +32,7 @@ COMMANDS = [
     "evaluation.replay",
     "benchmarks.tree",
     "benchmarks.cycle",
+    "benchmarks.attention",
 ]
 
 
