@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,12 +23,19 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from benchmarks.timing import ROUNDS, comb, median_seconds, models_of
+from benchmarks.timing import (
+    ROUNDS,
+    comb,
+    median_seconds,
+    models_of,
+    output_file,
+    shared_positions,
+)
 from eagle_fsd import SpeculativeDecoder, TreeConfig
-from eagle_fsd.chat import encode_prompt
 from eagle_fsd.command import Parser, add_model_arguments, load_decoder, require_drafter, run
 from eagle_fsd.files import write_json
 from eagle_fsd.tuning import TreeChoice, acceptance_length, needed_tokens, setting_of, store_choice
+from evaluation.prompts import first_turns
 from evaluation.questions import add_selection_arguments, read_questions, select
 from tree import DraftTree
 
@@ -37,6 +43,9 @@ DEPTHS = range(1, 8)
 TOP_KS = (1, 2, 3, 4, 6, 8, 10)
 SIZES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 59)
 PASS_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
+_NOTHING_TO_DRAFT = (
+    "every answer ends with its first token, before anything is drafted; give other questions"
+)
 
 
 @dataclass(frozen=True)
@@ -87,7 +96,12 @@ def predict(
     Args:
         costs: of passes and steps.
         texts: for every text, by depth and top_k, `needed_tokens` at each of its places.
+
+    Raises:
+        ValueError: no text has a place to draft at.
     """
+    if not any(rows for text in texts for rows in text.values()):
+        raise ValueError(_NOTHING_TO_DRAFT)
     plain = costs.passes[1]
     found = []
     for tree in trees():
@@ -153,7 +167,11 @@ def live(
     candidates: Sequence[TreeConfig],
     max_new_tokens: int,
 ) -> dict[str, tuple[float, float]]:
-    """Tokens per second over plain decoding's, and acceptance length, of each tree."""
+    """Tokens per second over plain decoding's, and acceptance length, of each tree.
+
+    Raises:
+        ValueError: every answer ended with the prompt's own pass.
+    """
     seconds = dict.fromkeys(["plain", *map(str, candidates)], 0.0)
     counts = {name: [0, 0] for name in seconds}  # tokens after the first, cycles
     for number, prompt in enumerate(tqdm(prompts, desc="decoding live", unit="prompt")):
@@ -167,8 +185,10 @@ def live(
             seconds[name] += stats.wall_s - stats.prefill_s
             counts[name][0] += stats.num_tokens - 1
             counts[name][1] += stats.num_cycles
+    if not all(cycles for _, cycles in counts.values()):
+        raise ValueError(_NOTHING_TO_DRAFT)
     return {
-        name: (seconds["plain"] / seconds[name], tokens / max(cycles, 1))
+        name: (seconds["plain"] / seconds[name], tokens / cycles)
         for name, (tokens, cycles) in counts.items()
     }
 
@@ -193,32 +213,36 @@ def _tune(args: argparse.Namespace) -> None:
         raise ValueError(f"--tree is what this command chooses, got {args.tree!r}; leave it out")
     if args.check < 1 or args.max_new_tokens < 8:
         raise ValueError("--check must be >= 1 and --max-new-tokens >= 8")
+    output = output_file(args.output)
     questions = select(read_questions(args.questions), args.limit, args.every)
     decoder = load_decoder(args)
     target, drafter = models_of(decoder)
-    prompts = [
-        encode_prompt(each.turns[0], decoder.tokenizer, target.vocabulary_size)
-        for each in questions
-    ]
+    setting = setting_of(target, drafter)
+    room = max(args.max_new_tokens, *PASS_SIZES)
+    room += target.max_positions - shared_positions(target, drafter)
+    prompts = [ids[None] for _, ids in first_turns(decoder, questions, room)]
+    if len(prompts) < len(questions):
+        print(f"{len(questions) - len(prompts)} questions left out: too long for the context")
     bar = tqdm(prompts, desc="recording", unit="prompt")
     texts = [record(decoder, prompt, args.max_new_tokens) for prompt in bar]
     typical = sorted(prompts, key=lambda prompt: prompt.shape[1])[len(prompts) // 2]
     costs = measure(decoder, typical)
     predictions = predict(costs, texts)
+    if output:
+        write_json(output, _as_json(setting, costs, predictions, {}))
     candidates = [each.tree for each in predictions[: args.check]]
     candidates += [tree for tree in (TreeConfig.default(target.device.type),)
                    if tree not in candidates]  # fmt: skip
     ratios = live(decoder, prompts, candidates, args.max_new_tokens)
     best = max(candidates, key=lambda tree: ratios[str(tree)][0])
     choice = TreeChoice(best, round(ratios[str(best)][0], 3))
-    setting = setting_of(target, drafter)
     print(_table(costs, predictions, ratios))
     word = "faster" if choice.ratio > 1.0 else "slower, so that auto decodes plainly"
     print(f"\nbest: --tree {best}, {choice.ratio:.2f} times plain decoding ({word})\n{setting}")
+    if output:
+        write_json(output, _as_json(setting, costs, predictions, ratios))
     if not args.dry_run:
         print(f"stored in {store_choice(setting, choice)}")
-    if args.output:
-        write_json(Path(args.output), _as_json(setting, costs, predictions, ratios))
 
 
 def _on_cpu(tree: DraftTree) -> DraftTree:

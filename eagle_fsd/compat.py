@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from contextlib import closing
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,13 @@ from torch import Tensor, nn
 
 from eagle_fsd.acceptance import AcceptanceRule, build_rule
 from eagle_fsd.config import TreeConfig
-from eagle_fsd.decoder import SpeculativeDecoder, Step
+from eagle_fsd.decoder import (
+    FinishReason,
+    SpeculativeDecoder,
+    Step,
+    _whole_number,
+    warn_of_context_end,
+)
 from eagle_fsd.draft_head import DraftHead
 from eagle_fsd.drafter import HeadDrafter
 from eagle_fsd.stats import GenerationStats
@@ -26,6 +33,14 @@ from eagle_fsd.target import TargetModel
 
 _LLAMA3_TURN_END = "<|eot_id|>"
 _LEAST_TOP_P = 1e-8  # below it EAGLE reads top_p as off
+
+# The decoder's names, and what stands for them in EAGLE's call.
+_EAGLE_NAMES = {
+    "target": "base_model_path",
+    "draft_head": "ea_model_path",
+    "draft_model": "ea_model_path, or SpeculativeDecoder for a small model that drafts",
+    "tree": "total_token, depth and top_k",
+}
 
 Logged = tuple[Tensor, int, int]
 
@@ -43,6 +58,8 @@ class EaModel:
 
     Attributes:
         stats: figures of the last answer, its seed included; None before the first.
+        finish_reason: of the last answer: "stop", "length", or "context", the target's longest
+            sequence, which is logged too; None before the first.
 
     Raises:
         ValueError: the decoder has no draft head, or its drafter cannot serve the rule.
@@ -62,6 +79,7 @@ class EaModel:
         self.ea_layer: DraftHead = drafter.head
         self.tokenizer = decoder.tokenizer
         self.stats: GenerationStats | None = None
+        self.finish_reason: FinishReason | None = None
 
     @classmethod
     def from_pretrained(  # noqa: PLR0913 - EAGLE's own signature
@@ -92,7 +110,8 @@ class EaModel:
             torch_dtype: the old name of `dtype`.
             rule: the acceptance rule of calls that name none, such as "fuzzy:0.3:js".
             **kwargs: dtype, device, device_map, revision, token, ... as in
-                `SpeculativeDecoder.from_pretrained`, which hands the rest to transformers.
+                `SpeculativeDecoder.from_pretrained`, which hands the rest to transformers. Its own
+                names for what is set above are refused.
 
         Raises:
             ValueError, TypeError, FileNotFoundError, RuntimeError: one sentence about what does not
@@ -115,6 +134,7 @@ class EaModel:
                 raise ValueError("torch_dtype is the old name of dtype; give one of them")
             kwargs["dtype"] = torch_dtype
         _drop_old_options(kwargs)
+        _refuse_own_names(kwargs)
         tree = _tree_config(total_token, depth, top_k)
         rule = build_rule(rule)
         decoder = SpeculativeDecoder.from_pretrained(
@@ -166,7 +186,7 @@ class EaModel:
         target = TargetModel(self.base_model)
         head = self.ea_layer.to(target.output_device, target.dtype)
         moved = HeadDrafter(head, target, drafter.law.token_ids)
-        self.decoder = SpeculativeDecoder(target, moved, self.tokenizer, self.decoder.tree)
+        self.decoder = self.decoder.with_models(target, moved)
         return self
 
     def eagenerate(  # noqa: PLR0913 - EAGLE's own signature
@@ -199,7 +219,8 @@ class EaModel:
 
         Returns:
             [1, P + new] int64 on the prompt's device; with `log` also the number of new tokens and
-            the number of the last cycle, counted from 0.
+            EAGLE's number of the last cycle, counted from 0, so that new / (number + 1) is the
+            acceptance length.
 
         Raises:
             ValueError, TypeError: for values out of range, before anything runs.
@@ -304,13 +325,20 @@ class EaModel:
                 "input_ids must be a tensor [1, P], got "
                 f"{type(input_ids).__name__}; use torch.as_tensor"
             )
+        if input_ids.dim() == 0:
+            raise ValueError("input_ids must be a tensor [1, P], got one number; use [[number]]")
+        max_new_tokens = _whole_number("max_new_tokens", max_new_tokens, minimum=1)
+        max_length = _whole_number("max_length", max_length, minimum=1)
+        for name, value in (("top_p", top_p), ("top_k", top_k)):
+            if isinstance(value, bool) or not isinstance(value, Real):
+                raise TypeError(f"{name} must be a number, got {value!r}; 0 turns it off")
         room = max_length - input_ids.shape[-1]
         if room < 1:
             raise ValueError(
                 f"max_length {max_length} leaves no room behind a prompt of "
                 f"{input_ids.shape[-1]} tokens; use a larger one"
             )
-        if not isinstance(top_k, int) and not float(top_k).is_integer():
+        if not float(top_k).is_integer():
             raise ValueError(f"top_k must be a whole number, got {top_k!r}; 0 turns it off")
         return {
             "temperature": temperature,
@@ -337,9 +365,11 @@ class EaModel:
         assert stats is not None
         if not log:
             return output
-        # The first token after the prompt takes no cycle here and one in EAGLE's plain loop.
-        num_cycles = stats.num_tokens if is_plain else max(stats.num_cycles, 1)
-        return output, stats.num_tokens, num_cycles - 1
+        # The first token after the prompt takes no cycle here. In EAGLE's plain loop it takes one,
+        # and with a tree it is the root of cycle 0, so that N tokens of which none was accepted
+        # take N cycles there and N - 1 here.
+        last_cycle = stats.num_tokens - 1 if is_plain else stats.num_cycles
+        return output, stats.num_tokens, last_cycle
 
     def _prefixes(
         self, input_ids: Tensor, stream: Generator[Step, None, None]
@@ -352,6 +382,8 @@ class EaModel:
                 ids = torch.cat([ids, ids.new_tensor([new])], dim=1)
                 if step.result is not None:
                     self.stats = step.result.stats
+                    self.finish_reason = step.result.finish_reason
+                    warn_of_context_end(step.result, self._target.max_positions)
                 yield ids
 
 
@@ -366,6 +398,13 @@ def _drop_old_options(kwargs: dict[str, Any]) -> None:
             )
 
 
+def _refuse_own_names(kwargs: dict[str, Any]) -> None:
+    """Refuses the decoder's names for what has EAGLE's name here."""
+    for name, eagle_s in _EAGLE_NAMES.items():
+        if name in kwargs:
+            raise ValueError(f"{name} goes by EAGLE's name here; use {eagle_s}")
+
+
 def _refuse_log(log: bool, sibling: str) -> None:
     if log:
         raise ValueError(f"a generator returns no counts; call {sibling} with log=True")
@@ -373,6 +412,7 @@ def _refuse_log(log: bool, sibling: str) -> None:
 
 def _tree_config(total_token: int, depth: int, top_k: int) -> TreeConfig | None:
     """EAGLE's sizes as ours: it counts the root, and leaves out the first level."""
+    total_token, depth = _whole_number("total_token", total_token), _whole_number("depth", depth)
     if total_token == -1:
         return None
     if total_token < 2:

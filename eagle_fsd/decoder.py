@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import secrets
 import time
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from eagle_fsd.acceptance import RULES, AcceptanceRule, Exact, build_rule
@@ -34,10 +35,14 @@ from eagle_fsd.drafter import Draft, Drafter, HeadDrafter, ModelDrafter
 from eagle_fsd.sampling import SeededNoise
 from eagle_fsd.stats import GenerationStats, StepStats
 from eagle_fsd.target import Target, TargetModel
-from eagle_fsd.tuning import load_choice, prefers_bfloat16, setting_of
+from eagle_fsd.tuning import TreeChoice, load_choice, prefers_bfloat16, setting_of
 from eagle_fsd.verify import EmittedToken, Origin, Verdict, Verifier
 from tree import DraftTree
 
+logger = logging.getLogger(__name__)
+
+# Options by which transformers places a target itself.
+_PLACING_OPTIONS = ("device_map", "tp_plan", "tp_size", "distributed_config")
 # Room made at once for an answer; a cache that gets longer than that doubles.
 _RESERVED_TOKENS = 4096
 
@@ -62,7 +67,8 @@ class GenerateOptions(TypedDict, total=False):
         seed: of all randomness; None draws one, which the statistics report. Default 0.
         tree: a TreeConfig for this request, or "N,DEPTH,K" or "auto".
         observer: called with each scored tree, its logits [N, V] and the verifier, before the tree
-            is verified; for recording.
+            is verified; for recording. With one there are trees even where plain decoding was
+            measured to be faster.
         profile: wait for the device after each phase, so that `phases_s` is right on a GPU
             (slower).
     """
@@ -164,8 +170,11 @@ class SpeculativeDecoder:
         target: the target.
         drafter: proposes trees; None leaves only `plain`.
         tokenizer: for text and stop strings; None leaves only ids.
-        tree: size of the tree; None is the one that `python -m benchmarks.tree` found to be the
-            fastest here, or else the device's default.
+        tree: a TreeConfig or "N,DEPTH,K"; None and "auto" are the one that `python -m
+            benchmarks.tree` found to be the fastest here, or else the device's default.
+
+    Raises:
+        TypeError, ValueError: for something that is no target, or no tree.
     """
 
     def __init__(
@@ -173,9 +182,9 @@ class SpeculativeDecoder:
         target: Target,
         drafter: Drafter | None = None,
         tokenizer: Any | None = None,
-        tree: TreeConfig | None = None,
+        tree: TreeConfig | str | None = None,
     ) -> None:
-        if isinstance(target, PreTrainedModel):
+        if isinstance(target, nn.Module):
             raise TypeError(
                 "target must be a TargetModel; wrap the model, TargetModel(model), or give it to "
                 "SpeculativeDecoder.from_pretrained"
@@ -183,24 +192,15 @@ class SpeculativeDecoder:
         self.target = target
         self.drafter = drafter
         self.tokenizer = tokenizer
-        self.tree = tree or TreeConfig.default(target.output_device.type)
-        self._is_plain_faster = False
-        if tree is None and isinstance(target, TargetModel) and isinstance(drafter, HeadDrafter):
-            self._take_stored_choice(target, drafter)
-
-    def _take_stored_choice(self, target: TargetModel, drafter: HeadDrafter) -> None:
-        choice = load_choice(setting_of(target, drafter))
-        if choice is not None:
-            self.tree = choice.tree
-            self._is_plain_faster = choice.ratio <= 1.0
+        self.tree = tree
 
     @classmethod
     def from_pretrained(  # noqa: PLR0913 - the public call, all but the target by keyword
         cls,
-        target: str | Path | PreTrainedModel,
+        target: str | Path | nn.Module,
         *,
         draft_head: str | Path | None = None,
-        draft_model: str | Path | PreTrainedModel | None = None,
+        draft_model: str | Path | nn.Module | None = None,
         draft_vocab: str | int = "auto",
         tokenizer: Any | None = None,
         dtype: str | torch.dtype = "auto",
@@ -211,7 +211,8 @@ class SpeculativeDecoder:
         """Loads a target and what drafts for it.
 
         Args:
-            target: "demo", a hub id, a folder, a .gguf file, or a loaded transformers model.
+            target: "demo", a hub id, a folder, a .gguf file, or a loaded transformers model, with
+                adapters or without.
             draft_head: "demo", a hub id or a folder in EAGLE's format.
             draft_model: instead of a head, a small causal LM of the same tokenizer: a hub id, a
                 folder, a .gguf file, or a loaded model.
@@ -221,10 +222,11 @@ class SpeculativeDecoder:
             dtype: "auto" (the checkpoint's, but on a CPU half precision becomes bfloat16 where
                 the processor is faster with it, else float32), "float32", "bfloat16", "float16" or
                 a torch dtype.
-            device: "auto", "cpu", "cuda", "cuda:N" or "mps"; leave it at "auto" with `device_map`.
+            device: "auto", "cpu", "cuda", "cuda:N" or "mps"; leave it at "auto" with `device_map`
+                and `tp_plan`.
             tree: TreeConfig, "N,DEPTH,K" or "auto".
-            **options: revision, token, device_map, quantization_config, attn_implementation, ...
-                for transformers.
+            **options: revision, token, device_map, tp_plan, quantization_config,
+                attn_implementation, ... for transformers.
 
         Raises:
             ValueError, TypeError, FileNotFoundError, RuntimeError: one sentence about what does not
@@ -237,13 +239,13 @@ class SpeculativeDecoder:
             raise ValueError("draft_vocab is what a draft head drafts over; give draft_head too")
         if tokenizer is not None and not (callable(tokenizer) and hasattr(tokenizer, "decode")):
             raise TypeError(f"tokenizer must be a loaded tokenizer, got {tokenizer!r}")
-        if isinstance(target, PreTrainedModel):
+        if isinstance(target, nn.Module):
             if options or dtype != "auto" or device != "auto":
                 raise ValueError(
                     "dtype, device and loading options do not apply to a loaded model; convert or "
                     "move it first"
                 )
-            model = target
+            model: nn.Module = target
         else:
             model, tokenizer = _load(target, dtype, device, options | {"tokenizer": tokenizer})
         target_model = TargetModel(model)
@@ -253,6 +255,35 @@ class SpeculativeDecoder:
         if draft_head is not None:
             drafter = _head_drafter(draft_head, draft_vocab, target_model, options.get("token"))
         return cls(target_model, drafter, tokenizer, tree)
+
+    def with_models(self, target: Target, drafter: Drafter | None) -> SpeculativeDecoder:
+        """A decoder over other models, or moved ones, with this one's tokenizer and tree.
+
+        A tree that was given is kept; "auto" is looked up for the new models.
+        """
+        return SpeculativeDecoder(target, drafter, self.tokenizer, self._given_tree)
+
+    @property
+    def tree(self) -> TreeConfig:
+        """Size of the tree. It can be set to what the constructor takes."""
+        return self._tree
+
+    @tree.setter
+    def tree(self, tree: TreeConfig | str | None) -> None:
+        self._given_tree = _tree_config(tree)
+        choice = None if self._given_tree else self._stored_choice()
+        automatic = choice.tree if choice else TreeConfig.default(self.target.output_device.type)
+        self._tree = self._given_tree or automatic
+        self._is_plain_faster = choice is not None and choice.ratio <= 1.0
+
+    def _stored_choice(self) -> TreeChoice | None:
+        """What was measured for these models on this machine."""
+        target, drafter = self.target, self.drafter
+        if not isinstance(target, TargetModel) or not isinstance(drafter, HeadDrafter):
+            return None
+        if target.num_shards > 1:  # each machine has its own file, and all processes one tree
+            return None
+        return load_choice(setting_of(target, drafter))
 
     def stream(
         self, prompt: Prompt, **options: Unpack[GenerateOptions]
@@ -309,9 +340,15 @@ class SpeculativeDecoder:
             and isinstance(divergence, str)
             and is_infinite_under_reduced_vocab(divergence)
         ):
+            is_small_model = isinstance(self.drafter, ModelDrafter)
             raise ValueError(
-                f"divergence {divergence!r} is infinite wherever the draft's law is zero, and this "
-                "drafter's vocabulary is reduced; use js, tv, kl_draft_target or draft_vocab full"
+                f"divergence {divergence!r} is infinite wherever the draft's law is zero, and "
+                + (
+                    "the small model has fewer rows than the target; use js, tv or kl_draft_target"
+                    if is_small_model
+                    else "this drafter's vocabulary is reduced; use js, tv, kl_draft_target or "
+                    "draft_vocab full"
+                )
             )
 
     def _prepare(self, prompt: Prompt, options: dict[str, Any], *, is_plain: bool) -> _Request:
@@ -329,12 +366,12 @@ class SpeculativeDecoder:
             "max_new_tokens", options.pop("max_new_tokens", 256), minimum=1
         )
         seed = options.pop("seed", 0)
-        seed = secrets.randbits(63) if seed is None else _whole_number("seed", seed)
-        tree = _tree_config(options.pop("tree", None)) or self._auto_tree(rule)
-        stop_strings, stop_ids = self._stops(options.pop("stop", None), options.pop("stop_ids", ()))
+        seed = self._drawn_seed() if seed is None else _whole_number("seed", seed)
         observer, profile = options.pop("observer", None), bool(options.pop("profile", False))
         if observer is not None and not callable(observer):
             raise TypeError(f"observer must be callable, got {observer!r}")
+        tree = _tree_config(options.pop("tree", None)) or self._auto_tree(rule, observer)
+        stop_strings, stop_ids = self._stops(options.pop("stop", None), options.pop("stop_ids", ()))
         if options:
             raise TypeError(
                 f"unsupported options {sorted(options)}; supported are "
@@ -360,9 +397,21 @@ class SpeculativeDecoder:
             profile,
         )
 
-    def _auto_tree(self, rule: AcceptanceRule) -> TreeConfig | None:
-        """None where exact decoding was measured to be slower with any tree than without."""
-        return None if self._is_plain_faster and isinstance(rule, Exact) else self.tree
+    def _drawn_seed(self) -> int:
+        if getattr(self.target, "num_shards", 1) > 1:
+            raise ValueError(
+                "seed None draws another seed in each process of a tensor-parallel target; give a "
+                "number"
+            )
+        return secrets.randbits(63)
+
+    def _auto_tree(self, rule: AcceptanceRule, observer: Observer | None) -> TreeConfig | None:
+        """None where exact decoding was measured to be slower with any tree than without.
+
+        An observer is there for the trees, however slow.
+        """
+        is_plain = self._is_plain_faster and isinstance(rule, Exact) and observer is None
+        return None if is_plain else self.tree
 
     def _stops(self, stop: Any, user_ids: Any) -> tuple[tuple[str, ...], frozenset[int]]:
         """Stop strings, and all stop ids: generation config, tokenizer and user."""
@@ -614,6 +663,21 @@ def _step_stats(draft: Draft, emitted: list[Token], phases_s: dict[str, float]) 
     )
 
 
+def warn_of_context_end(result: GenerationResult, limit: int) -> None:
+    """Logs that the target's context cut an answer, for callers whose result is the ids alone.
+
+    Args:
+        result: of the request.
+        limit: the longest sequence of its target.
+    """
+    if result.finish_reason == "context":
+        logger.warning(
+            "the answer ends after %d tokens, where the target's context of %d tokens ends",
+            len(result.token_ids),
+            limit,
+        )
+
+
 def _collect(steps: Iterator[Step]) -> GenerationResult:
     result = None
     for step in steps:
@@ -657,12 +721,12 @@ def _head_drafter(
 
 
 def _model_drafter(
-    draft_model: str | Path | PreTrainedModel, target: TargetModel, tokenizer: Any | None
+    draft_model: str | Path | nn.Module, target: TargetModel, tokenizer: Any | None
 ) -> ModelDrafter:
     """A small model beside the target, in its dtype; another tokenizer is refused."""
     own_tokenizer = None
-    if isinstance(draft_model, PreTrainedModel):
-        model = draft_model
+    if isinstance(draft_model, nn.Module):
+        model: nn.Module = draft_model
     else:
         model, own_tokenizer = load_target(draft_model, "draft model", dtype=target.dtype)
         model = model.to(target.output_device)  # type: ignore[arg-type]
@@ -695,24 +759,27 @@ def _load(
         if resolved not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
             raise ValueError(f"unknown dtype {dtype!r}; use auto, float32, bfloat16 or float16")
         dtype = resolved
-    if options.get("device_map") is not None:
-        if device != "auto":
+    for name in _PLACING_OPTIONS:
+        if options.get(name) is not None and device != "auto":
             raise ValueError(
-                f"device {str(device)!r} and device_map {options['device_map']!r} "
-                "exclude each other"
+                f"device {str(device)!r} and {name} {options[name]!r} exclude each other"
             )
-        return load_target(target, dtype=dtype, **options)
     where = resolve_device(device)
     model, tokenizer = load_target(target, dtype=dtype, **options)
+    if options.get("device_map") is not None or (model.tp_size or 1) > 1:
+        return model, tokenizer
     if where.type == "cpu":
         _suit_cpu(model, dtype, options)
-    return model.to(where), tokenizer  # type: ignore[arg-type]
+    is_there = model.device.type == where.type and where.index in (None, model.device.index)
+    if not is_there:  # some quantisers load to a device of their own and refuse to be moved
+        model.to(where)  # type: ignore[arg-type]
+    return model, tokenizer
 
 
 def _suit_cpu(model: PreTrainedModel, dtype: str | torch.dtype, options: dict[str, Any]) -> None:
     """What is faster on a CPU, in the place of what was left open."""
     is_half = model.dtype in (torch.bfloat16, torch.float16)
-    if dtype == "auto" and is_half and options.get("quantization_config") is None:
+    if dtype == "auto" and is_half and not getattr(model, "is_quantized", False):
         model.to(torch.bfloat16 if prefers_bfloat16() else torch.float32)  # type: ignore[arg-type]
     is_free = options.get("attn_implementation") is None
     if is_free and model.config._attn_implementation == "sdpa":

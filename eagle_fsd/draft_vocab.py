@@ -9,6 +9,7 @@ Source: FR-Spec (Zhao et al. 2025, arXiv:2502.14856), section 3.
 from __future__ import annotations
 
 import json
+import reprlib
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,8 @@ def read_vocab(path: str | Path) -> dict[str, Any]:
     """A draft vocabulary file.
 
     Returns:
-        At least token_ids, ascending and distinct; counts, as many, where the file has them.
+        At least token_ids, ascending and distinct; counts, as many and >= 0, where the file has
+        them. All are whole numbers below 2^63.
 
     Raises:
         FileNotFoundError: if there is none.
@@ -37,16 +39,28 @@ def read_vocab(path: str | Path) -> dict[str, Any]:
         raise FileNotFoundError(f"no draft vocabulary at {str(path)!r}; give a file or a number")
     try:
         vocab = json.loads(Path(path).read_text(encoding="utf-8"))
-        token_ids = vocab["token_ids"]
-        is_ascending = all(a < b for a, b in pairwise(token_ids))
-        num_counts = len(vocab.get("counts", token_ids))
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{str(path)!r} is no draft vocabulary: {error!r}") from error
-    if not token_ids or not is_ascending or token_ids[0] < 0:
+    if not isinstance(vocab, dict) or "token_ids" not in vocab:
+        raise ValueError(f"{str(path)!r} is no draft vocabulary: an object with token_ids is")
+    token_ids: Any = vocab["token_ids"]
+    counts: Any = vocab.get("counts", token_ids)
+    for name, values in (("token_ids", token_ids), ("counts", counts)):
+        if not _are_whole_numbers(values):
+            raise ValueError(
+                f"{str(path)!r} is no draft vocabulary: {name} must be a list of whole numbers in "
+                f"0..2^63-1, got {reprlib.repr(values)}"
+            )
+    if not token_ids or any(a >= b for a, b in pairwise(token_ids)):
         raise ValueError(f"{str(path)!r} must hold ascending, distinct token ids >= 0")
-    if num_counts != len(token_ids):
-        raise ValueError(f"{str(path)!r} has {len(token_ids)} token ids but {num_counts} counts")
-    return dict(vocab)
+    if len(counts) != len(token_ids):
+        raise ValueError(f"{str(path)!r} has {len(token_ids)} token ids but {len(counts)} counts")
+    return vocab
+
+
+def _are_whole_numbers(values: object) -> bool:
+    """Whether these are what a tensor of int64 holds: True is an int in Python, and no number."""
+    return isinstance(values, list) and all(type(n) is int and 0 <= n < 2**63 for n in values)
 
 
 def choose_vocab(folder: str | Path, choice: str | int = AUTO) -> Tensor | None:
@@ -96,6 +110,10 @@ def choose_vocab(folder: str | Path, choice: str | int = AUTO) -> Tensor | None:
 class DraftLaw:
     """Features -> logits of the target's lm_head, over all tokens or those of a draft vocabulary.
 
+    The rows of a draft vocabulary are a copy. They are read again when the weights were converted,
+    moved or loaded anew since; what is written through `weight.data` or by an offloaded model's
+    hooks leaves no trace that could be seen without reading all of it.
+
     Args:
         target: its lm_head is used and never changed.
         token_ids: [U] int64, ascending and distinct, or None for all tokens.
@@ -115,7 +133,8 @@ class DraftLaw:
                 f"the target has {target.vocabulary_size} tokens; use one that was made for it"
             )
         self.token_ids = token_ids.to(target.output_device)
-        self._weight, self._bias = target.output_rows(self.token_ids)
+        self._version: tuple[object, ...] = ()
+        self._refresh(self.token_ids)
 
     @property
     def size(self) -> int:
@@ -127,4 +146,30 @@ class DraftLaw:
         features = features.to(self._target.dtype)
         if self.token_ids is None:
             return self._target.logits(features)
+        self._refresh(self.token_ids)
         return self._target.cap(F.linear(features, self._weight, self._bias))
+
+    def _refresh(self, token_ids: Tensor) -> None:
+        """Reads the rows where the target's lm_head is not what they were read from."""
+        version = _version(self._target)
+        if version == self._version:
+            return
+        with torch.inference_mode(False):  # training takes a gradient through them
+            self._weight, self._bias = self._target.output_rows(token_ids)
+        self._version = version
+
+
+def _version(target: TargetModel) -> tuple[object, ...]:
+    """Differs when the target's lm_head does, as far as can be told without reading it."""
+    lm_head = target.model.get_output_embeddings()
+    held = [each for each in (*lm_head.parameters(), *lm_head.buffers()) if not each.is_meta]
+    return (target.dtype, target.output_device, *map(_state, held))
+
+
+def _state(tensor: Tensor) -> tuple[object, ...]:
+    number = 0 if tensor.is_inference() else tensor._version
+    try:
+        place = tensor.data_ptr()
+    except RuntimeError:  # a quantised or sharded kind of tensor without memory of its own
+        place = id(tensor)
+    return (place, number, tensor.dtype, tensor.device)

@@ -13,7 +13,9 @@ from pathlib import Path
 def whole_file(path: Path) -> Iterator[Path]:
     """A path beside `path` to write to; it becomes `path` at the end, on the disk.
 
-    After an error nothing of it is left, and what was at `path` stays.
+    After an error nothing of it is left, and what was at `path` stays. What a killed run left is
+    written over by the next, for which the name beside is always the same: processes that may write
+    one file at once hold a lock for it.
     """
     temporary = path.with_name(path.name + ".tmp")
     try:

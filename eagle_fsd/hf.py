@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from types import MappingProxyType
+from types import FrameType, MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -42,7 +42,16 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationM
 from eagle_fsd.acceptance import AcceptanceRule, Exact, Fuzzy, Fuzzy2025, build_rule
 from eagle_fsd.chat import check_stops, merge_stop_ids, special_token_id
 from eagle_fsd.config import SamplingConfig, TreeConfig
-from eagle_fsd.decoder import SpeculativeDecoder, Step, _Request, _Session
+from eagle_fsd.decoder import (
+    FinishReason,
+    GenerationResult,
+    SpeculativeDecoder,
+    Step,
+    _Request,
+    _Session,
+    _tree_config,
+    warn_of_context_end,
+)
 from eagle_fsd.divergence import DIVERGENCES, get_divergence, unknown_name
 from eagle_fsd.stats import GenerationStats
 
@@ -82,9 +91,11 @@ class SpeculativeOutput(GenerateDecoderOnlyOutput):
     Attributes:
         sequences: [1, P + new] int64, prompt and answer.
         stats: counts, times, the ledger and the seed.
+        finish_reason: "stop", "length", or "context": the target's longest sequence.
     """
 
     stats: GenerationStats | None = None
+    finish_reason: FinishReason | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,12 +143,13 @@ class CustomGenerate:
             **model_kwargs: what else `generate` prepared; refused where it would change the answer.
 
         Returns:
-            [1, P + new] int64 on the prompt's device, or a `SpeculativeOutput`.
+            [1, P + new] int64 on the prompt's device, or a `SpeculativeOutput`. An answer that the
+            target's context cuts is logged as a warning.
 
         Raises:
             ValueError, TypeError: for anything that cannot be honoured, before anything runs.
         """
-        kept_back, assistant_model = _kept_back_by_generate()
+        kept_back, assistant_model = _kept_back_by_generate(model)
         streamer = kept_back if streamer is None else streamer
         _refuse_settings(generation_config, assistant_model)
         self._refuse_inputs(model, input_ids, model_kwargs)
@@ -164,12 +176,17 @@ class CustomGenerate:
             tree=self.tree,
         )
         with closing(stream):
-            token_ids, stats = _drain(stream, streamer)
-        answer = torch.tensor([token_ids], dtype=input_ids.dtype, device=input_ids.device)
+            result = _drain(stream, streamer)
+        warn_of_context_end(result, decoder.target.max_positions)
+        answer = torch.tensor([result.token_ids], dtype=input_ids.dtype, device=input_ids.device)
         sequences = torch.cat([input_ids, answer], dim=1)
         if not generation_config.return_dict_in_generate:
             return sequences
-        return SpeculativeOutput(sequences=sequences, stats=stats)  # type: ignore[arg-type]
+        return SpeculativeOutput(
+            sequences=sequences,  # type: ignore[arg-type]
+            stats=result.stats,
+            finish_reason=result.finish_reason,
+        )
 
     def _resolve_seed(self, seed: int | None, sampling: SamplingConfig) -> int:
         chosen = self.seed if seed is None else seed
@@ -253,8 +270,7 @@ def custom_generate(
         )
     built = build_rule(rule, **knobs)
     decoder.check_rule(built)
-    size = TreeConfig.parse(tree) if isinstance(tree, str) else tree
-    return CustomGenerate(decoder, built, size, seed)
+    return CustomGenerate(decoder, built, _tree_config(tree), seed)
 
 
 def fsd_generate(  # noqa: PLR0913 - the published call's own keywords
@@ -323,7 +339,12 @@ def fsd_generate(  # noqa: PLR0913 - the published call's own keywords
     decoder = SpeculativeDecoder.from_pretrained(
         model, draft_model=assistant_model, tokenizer=tokenizer, tree=tree
     )
-    decoder.check_rule(rule)
+    try:
+        decoder.check_rule(rule)
+    except ValueError as error:  # which names divergences as the rest of the package does
+        raise ValueError(
+            f"fsd_div_type {fsd_div_type!r}: {error} (fsd_div_type 'js', 'tv_div' or 'kl_div')"
+        ) from error
     generate = CustomGenerate(decoder, rule, tree, seed, isinstance(rule, Fuzzy2025))
     if stop_strings is not None:
         options["stop"] = stop_strings
@@ -340,6 +361,7 @@ class _RequestDecoder(SpeculativeDecoder):
     ) -> None:
         tokenizer = decoder.tokenizer if reads_text else None
         super().__init__(decoder.target, decoder.drafter, tokenizer, decoder.tree)
+        self._is_plain_faster = decoder._is_plain_faster  # its choice, not one that is given
         self._starts_in_prompt = starts_in_prompt
 
     def _stops(self, stop: Any, user_ids: Any) -> tuple[tuple[str, ...], frozenset[int]]:
@@ -352,13 +374,11 @@ class _RequestDecoder(SpeculativeDecoder):
 
 
 class _PromptSession(_Session):
-    """A request whose first tree hangs below the prompt's last token.
-
-    The target draws no token before it, so that `acceptance_length` leaves out one too many.
-    """
+    """A request whose first tree hangs below the prompt's last token: all tokens are of cycles."""
 
     def steps(self) -> Iterator[Step]:
         start = time.perf_counter()
+        self.stats.num_tokens_before_cycles = 0
         root = self._read_prompt()
         self.stats.prefill_s = self.stats.wall_s = time.perf_counter() - start
         result = None
@@ -392,19 +412,23 @@ class _Stops:
     strings: tuple[str, ...]
 
 
-def _kept_back_by_generate() -> tuple[Any, Any]:
-    """`streamer` and `assistant_model` of the `generate` that called our caller, else None twice.
+def _kept_back_by_generate(model: Any) -> tuple[Any, Any]:
+    """`streamer` and `assistant_model` of the model's `generate` that led here, else None twice.
 
     transformers 5.24 puts the prompt to the streamer but hands neither argument on to a callable:
-    without this look at the caller's frame they would be dropped in silence.
+    without this look at the calling frames, a user's wrapper among them or not, they would be
+    dropped in silence.
     """
-    frame = sys._getframe(2)
-    is_generate = (
-        frame.f_code.co_name == "generate"
-        and frame.f_globals.get("__name__") == GenerationMixin.__module__
-    )
-    arguments = frame.f_locals if is_generate else {}
-    return arguments.get("streamer"), arguments.get("assistant_model")
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        is_generate = (
+            frame.f_code.co_name == "generate"
+            and frame.f_globals.get("__name__") == GenerationMixin.__module__
+        )
+        if is_generate and frame.f_locals.get("self") is model:
+            return frame.f_locals.get("streamer"), frame.f_locals.get("assistant_model")
+        frame = frame.f_back
+    return None, None
 
 
 def _refuse_settings(config: GenerationConfig, assistant_model: Any) -> None:
@@ -488,9 +512,7 @@ def _read_criteria(criteria: Iterable[Any], num_prompt: int) -> _Stops:
     return _Stops(min(lengths) - num_prompt, ids, strings)
 
 
-def _drain(
-    stream: Iterator[Step], streamer: BaseStreamer | None
-) -> tuple[list[int], GenerationStats]:
+def _drain(stream: Iterator[Step], streamer: BaseStreamer | None) -> GenerationResult:
     """Reads a stream to its end, handing each step's ids on as it comes."""
     result = None
     for step in stream:
@@ -500,7 +522,7 @@ def _drain(
     assert result is not None
     if streamer is not None:
         streamer.end()
-    return result.token_ids, result.stats
+    return result
 
 
 def _fsd_rule(

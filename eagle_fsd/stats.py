@@ -40,6 +40,8 @@ class GenerationStats:
         tree: "N,DEPTH,K", or "plain".
         num_prompt_tokens: P.
         num_tokens: new tokens, a stop token included.
+        num_tokens_before_cycles: those of them that the prompt's own pass drew, before the first
+            cycle: 1, or 0 where the first tree hangs below the prompt's last token.
         num_cycles: target passes after the prompt's.
         num_accepted: emitted tokens that the exact draw found among the children.
         num_rescued: emitted tokens that the relaxed rule went on with.
@@ -58,6 +60,7 @@ class GenerationStats:
     tree: str
     num_prompt_tokens: int = 0
     num_tokens: int = 0
+    num_tokens_before_cycles: int = 1
     num_cycles: int = 0
     num_accepted: int = 0
     num_rescued: int = 0
@@ -86,8 +89,10 @@ class GenerationStats:
 
     @property
     def acceptance_length(self) -> float | None:
-        """(New tokens - 1) / cycles; 1.0 with nothing accepted, None with no cycle."""
-        return (self.num_tokens - 1) / self.num_cycles if self.num_cycles else None
+        """New tokens of cycles / cycles; 1.0 with nothing accepted, None with no cycle."""
+        if not self.num_cycles:
+            return None
+        return (self.num_tokens - self.num_tokens_before_cycles) / self.num_cycles
 
     @property
     def acceptance_by_depth(self) -> list[float]:
@@ -111,6 +116,7 @@ class GenerationStats:
             "tree": self.tree,
             "num_prompt_tokens": self.num_prompt_tokens,
             "num_tokens": self.num_tokens,
+            "num_tokens_before_cycles": self.num_tokens_before_cycles,
             "num_cycles": self.num_cycles,
             "num_accepted": self.num_accepted,
             "num_rescued": self.num_rescued,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -24,17 +24,35 @@ MaskKind = Literal["tensor", "dict"]
 
 # How each family's forward takes a ready 4-D mask: one tensor for all layers (windowed where the
 # config has a window), or a dict by layer type. Every entry is proven by the parity harness in
-# tests/eagle_fsd/test_parity.py.
+# tests/eagle_fsd/test_parity.py; docs/families.md tells more.
 FAMILIES: dict[str, MaskKind] = {
     "llama": "tensor",
     "mistral": "tensor",
     "mixtral": "tensor",
     "qwen2": "dict",
+    "qwen2_moe": "dict",
     "qwen3": "dict",
+    "qwen3_moe": "tensor",
     "gemma2": "dict",
+    "gemma3_text": "dict",
+    "gpt_oss": "dict",
+    "granite": "tensor",
+    "olmo2": "tensor",
+    "phi3": "tensor",
+    "smollm3": "dict",
+}
+# They take one tensor and have no window, whatever their config says.
+_WINDOWLESS = ("llama", "granite", "olmo2")
+# Families that are near to a supported one, and why they are refused.
+_REFUSED_FAMILIES = {
+    "gemma3": "reads images, whose tokens see each other both ways; load its text model, "
+    "Gemma3ForCausalLM",
 }
 ATTENTION_IMPLEMENTATIONS = ("eager", "sdpa", PACKED)
 LAYER_TYPES = ("full_attention", "sliding_attention")
+# peft adapters that change weights only, so that a token's pass stays what it was. Others add
+# virtual tokens, or choose by the whole sequence.
+ADAPTERS = ("ADALORA", "IA3", "LOHA", "LOKR", "LORA", "OFT", "VERA")
 # RoPE kinds whose angles of *all* positions change once the original length is passed: cached keys
 # would be wrong.
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
@@ -104,8 +122,12 @@ class Target(Protocol):
 class TargetModel:
     """A stock causal LM with a preallocated cache, scoring whole trees in one pass.
 
+    The model can be whole, spread over devices or offloaded (accelerate's hooks), quantised,
+    adapted (peft), or sharded by transformers' tensor parallelism; in the last case every process
+    runs the same requests, with the same seeds.
+
     Args:
-        model: a loaded transformers causal LM; it is not changed.
+        model: a loaded transformers causal LM, or a peft model around one; it is not changed.
         prefill_chunk: prompt tokens a pass at most, so that a long prompt needs no long score
             matrix.
 
@@ -113,7 +135,8 @@ class TargetModel:
         UnsupportedModelError: when the model is of a kind that is not proven to be decoded right.
     """
 
-    def __init__(self, model: PreTrainedModel, prefill_chunk: int = 1024) -> None:
+    def __init__(self, model: nn.Module, prefill_chunk: int = 1024) -> None:
+        model = _unwrapped(model)
         _refuse_unsupported(model)
         self.model = model
         self.config: Any = model.config
@@ -129,6 +152,7 @@ class TargetModel:
             logger.warning(
                 "%s overflows in float16 at times; prefer bfloat16", type(model).__name__
             )
+        self._input_device = self._find_input_device()
         self._cap = self._find_output_transform()
 
     @property
@@ -149,12 +173,18 @@ class TargetModel:
     @property
     def device(self) -> torch.device:
         """Where token ids are read."""
-        return self._embedding_weight.device
+        device = self._embedding_weight.device
+        return self._input_device if device.type == "meta" else device
 
     @property
     def output_device(self) -> torch.device:
         """Where features and logits come out."""
         return self._output_device
+
+    @property
+    def num_shards(self) -> int:
+        """Processes among which the weights are divided; each runs every request."""
+        return int(self.model.tp_size or 1)
 
     @property
     def max_positions(self) -> int:
@@ -304,7 +334,8 @@ class TargetModel:
 
         Additive because a bool mask is added as 0 and 1 under eager attention.
         """
-        window = getattr(self.config, "sliding_window", None)
+        has_window = self.config.model_type not in _WINDOWLESS
+        window = getattr(self.config, "sliding_window", None) if has_window else None
 
         def full() -> Tensor:
             return additive_mask(ancestors, num_prefix, self.dtype)
@@ -314,10 +345,19 @@ class TargetModel:
             return sliding_additive_mask(ancestors, depths, num_prefix, window, self.dtype)
 
         if self._mask_kind == "tensor":
-            # Llama has no window whatever its config says; the others apply theirs to all layers.
-            return sliding() if window and self.config.model_type != "llama" else full()
+            return sliding() if window else full()
         makers = {"full_attention": full, "sliding_attention": sliding}
         return {kind: makers[kind]() for kind in set(self.config.layer_types)}
+
+    @torch.inference_mode()
+    def _find_input_device(self) -> torch.device:
+        """Where the embedding computes: not where its weight lies when it is offloaded."""
+        device = self._embedding_weight.device
+        if device.type != "meta":
+            return device
+        embed: Any = self.model.get_input_embeddings()
+        embedded: Tensor = embed(torch.tensor([0]))
+        return embedded.device
 
     @torch.inference_mode()
     def _find_output_transform(self) -> Callable[[Tensor], Tensor]:
@@ -328,19 +368,26 @@ class TargetModel:
         logits = self._lm_head(features)
         self._vocabulary_size: int = outputs.logits.shape[-1]
         self._output_device: torch.device = logits.device
-        cap = getattr(self.config, "final_logit_softcapping", None)
-        transforms: list[Callable[[Tensor], Tensor]] = [lambda x: x]
-        if cap is not None:
-            transforms.append(lambda x: torch.tanh(x / cap) * cap)
-        for transform in transforms:
+        for transform in _output_transforms(self.config):
             expected = outputs.logits.to(logits.device)
             if torch.allclose(transform(logits), expected, rtol=1e-3, atol=1e-3, equal_nan=True):
                 return transform
         raise UnsupportedModelError(
             f"{type(self.model).__name__} does more between lm_head and its logits than a soft "
-            "cap; supported are models "
-            "whose logits are lm_head(final hidden state), soft-capped or not"
+            "cap or a scale; supported are models "
+            "whose logits are lm_head(final hidden state), soft-capped, scaled or neither"
         )
+
+
+def _output_transforms(config: Any) -> Iterator[Callable[[Tensor], Tensor]]:
+    """What a family may do between `lm_head` and its logits, what its config asks for first."""
+    cap = getattr(config, "final_logit_softcapping", None)
+    if cap is not None:
+        yield lambda scores: torch.tanh(scores / cap) * cap
+    scaling = getattr(config, "logits_scaling", None)
+    if scaling is not None:
+        yield lambda scores: scores / scaling
+    yield lambda scores: scores
 
 
 def _is_plain(weight: Tensor) -> bool:
@@ -350,17 +397,41 @@ def _is_plain(weight: Tensor) -> bool:
     )
 
 
-def _refuse_unsupported(model: PreTrainedModel) -> None:
-    """One clear sentence for everything that is not proven right."""
-    if not isinstance(model, PreTrainedModel):
+def _unwrapped(model: nn.Module) -> PreTrainedModel:
+    """The transformers model itself; adapters that change weights stand inside it.
+
+    Raises:
+        TypeError: there is none.
+        UnsupportedModelError: peft's wrapper does more than its base.
+    """
+    base: Any = model
+    if hasattr(model, "get_base_model"):
+        _refuse_adapters(model)
+        base = base.get_base_model()
+    if not isinstance(base, PreTrainedModel):
         raise TypeError(
             f"target must be a loaded transformers causal LM, got {type(model).__name__}"
         )
+    return base
+
+
+def _refuse_unsupported(model: PreTrainedModel) -> None:
+    """One clear sentence for everything that is not proven right."""
+    name = f"{type(model).__name__} ({model.config.model_type})"
+    _refuse_family(model, name)
+    _refuse_training_mode(model)
+    _refuse_attention(model, name)
+    _refuse_adapters(model)
+    _refuse_placement(model, name)
+
+
+def _refuse_family(model: PreTrainedModel, name: str) -> None:
     config: Any = model.config
-    name = f"{type(model).__name__} ({config.model_type})"
     supported = f"supported families are {', '.join(sorted(FAMILIES))}"
     if config.is_encoder_decoder:
         raise UnsupportedModelError(f"{name} is an encoder-decoder; {supported}")
+    if config.model_type in _REFUSED_FAMILIES:
+        raise UnsupportedModelError(f"{name} {_REFUSED_FAMILIES[config.model_type]}")
     if config.model_type not in FAMILIES:
         raise UnsupportedModelError(
             f"{name} is not a family that tree decoding is proven right for (state-space, "
@@ -369,17 +440,59 @@ def _refuse_unsupported(model: PreTrainedModel) -> None:
         )
     if model.get_output_embeddings() is None:
         raise UnsupportedModelError(f"{name} has no lm_head; load it with AutoModelForCausalLM")
-    _refuse_training_mode(model)
+
+
+def _refuse_attention(model: PreTrainedModel, name: str) -> None:
+    config: Any = model.config
     implementation = config._attn_implementation
     if implementation not in ATTENTION_IMPLEMENTATIONS:
         raise UnsupportedModelError(
             f"attention {implementation!r} takes no tree mask; load {name} with "
             "attn_implementation='sdpa' or 'eager'"
         )
+    if implementation != "eager" and not model._supports_sdpa:
+        # Another kernel would leave out what eager adds: GPT-OSS's sinks, Gemma-2's soft caps.
+        raise UnsupportedModelError(
+            f"attention {implementation!r} is not what {name} computes; load it with "
+            "attn_implementation='eager'"
+        )
+    if getattr(config, "use_bidirectional_attention", None):
+        raise UnsupportedModelError(
+            f"{name} has bidirectional attention, in which earlier tokens see later ones; only "
+            "causal models are decoded"
+        )
     unknown = sorted(set(getattr(config, "layer_types", None) or []) - set(LAYER_TYPES))
     if unknown:
         raise UnsupportedModelError(
             f"{name} has layers of type {unknown}; supported are {list(LAYER_TYPES)}"
+        )
+
+
+def _refuse_adapters(model: nn.Module) -> None:
+    adapters: dict[str, Any] = getattr(model, "peft_config", None) or {}
+    for adapter, config in adapters.items():
+        kind = str(getattr(config.peft_type, "value", config.peft_type))
+        if kind not in ADAPTERS or getattr(config, "alora_invocation_tokens", None):
+            raise UnsupportedModelError(
+                f"{type(model).__name__} has the adapter {adapter!r} of kind {kind}, which is not "
+                "proven to leave each token's pass what it was; supported are "
+                f"{', '.join(ADAPTERS)} without invocation tokens"
+            )
+
+
+def _refuse_placement(model: PreTrainedModel, name: str) -> None:
+    config = getattr(model.config, "distributed_config", None)
+    ways = {way: getattr(config, f"{way}_size", None) or 1 for way in ("pp", "fsdp")}
+    if max(ways.values()) > 1:
+        raise UnsupportedModelError(
+            f"{name} is distributed with {ways}; only tensor parallelism runs every request in "
+            "every process, load it with tp_plan='auto'"
+        )
+    is_empty = any(parameter.device.type == "meta" for parameter in model.parameters())
+    if is_empty and not any(hasattr(module, "_hf_hook") for module in model.modules()):
+        raise UnsupportedModelError(
+            f"{name} has weights on the meta device and nothing that loads them; load it with "
+            "from_pretrained, with device_map where it does not fit"
         )
 
 

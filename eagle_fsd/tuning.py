@@ -8,14 +8,18 @@ CPU is faster in bfloat16 is measured in a moment, once, while a target is loade
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import astuple, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from filelock import FileLock
 
 from eagle_fsd.config import TreeConfig
 from eagle_fsd.default_target import cache_dir
@@ -27,6 +31,10 @@ from tree import DraftTree
 
 TREES_FILE = "trees.json"
 CPU_FILE = "cpu.json"
+# No measured tree comes near; one with more nodes, levels or children would exhaust the memory.
+_MOST_STORED = 4096
+# An update takes milliseconds.
+_PATIENCE_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -35,11 +43,18 @@ class TreeChoice:
 
     Attributes:
         tree: the fastest tree.
-        ratio: its tokens per second over plain decoding's, live; below 1 plain decoding is faster.
+        ratio: its tokens per second over plain decoding's, live, finite and >= 0; below 1 plain
+            decoding is faster.
     """
 
     tree: TreeConfig
     ratio: float
+
+    def __post_init__(self) -> None:
+        if isinstance(self.ratio, bool) or not isinstance(self.ratio, int | float):
+            raise TypeError(f"ratio must be a number, got {self.ratio!r}")
+        if not (math.isfinite(self.ratio) and self.ratio >= 0.0):
+            raise ValueError(f"ratio must be finite and >= 0, got {self.ratio}; measure it anew")
 
 
 def setting_of(target: TargetModel, drafter: HeadDrafter) -> str:
@@ -62,36 +77,46 @@ def setting_of(target: TargetModel, drafter: HeadDrafter) -> str:
 
 def load_choice(setting: str) -> TreeChoice | None:
     """What was stored for a setting; None where nothing (or nothing readable) was."""
-    choice: Any = _read(cache_dir() / TREES_FILE).get(setting)
+    choice: Any = _read(TREES_FILE).get(setting)
     try:
-        return TreeChoice(TreeConfig(*choice["tree"]), float(choice["ratio"]))
-    except (TypeError, KeyError, ValueError):
+        num_draft_tokens, depth, top_k = choice["tree"]
+        tree = TreeConfig(num_draft_tokens, depth, top_k)
+        if max(astuple(tree)) > _MOST_STORED:
+            return None
+        return TreeChoice(tree, choice["ratio"])
+    except (TypeError, KeyError, ValueError, OverflowError):
         return None
 
 
 def store_choice(setting: str, choice: TreeChoice) -> Path:
-    """Adds or replaces a setting's choice, the whole file or nothing of it."""
-    path = cache_dir() / TREES_FILE
-    path.parent.mkdir(parents=True, exist_ok=True)
-    choices = _read(path) | {setting: {"tree": astuple(choice.tree), "ratio": choice.ratio}}
-    write_json(path, choices)
-    return path
+    """Adds or replaces a setting's choice, the whole file or nothing of it.
+
+    Raises:
+        OSError, RuntimeError: the user's cache cannot be written, or found.
+    """
+    return _update(TREES_FILE, setting, {"tree": astuple(choice.tree), "ratio": choice.ratio})
 
 
 def prefers_bfloat16() -> bool:
     """Whether this CPU multiplies faster in bfloat16 than in float32; measured once and kept.
 
     Processors without instructions for it emulate bfloat16, several times slower than float32.
+    Where the user's cache cannot be written, it is kept for this process only.
     """
     cpu = torch.device("cpu")
-    path = cache_dir() / CPU_FILE
     machine = f"{device_name(cpu)}, {torch.get_num_threads()} threads, torch {torch.__version__}"
-    kept = _read(path)
-    if not isinstance(kept.get(machine), bool):
-        kept[machine] = _seconds(torch.bfloat16) < _seconds(torch.float32)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, kept)
-    return bool(kept[machine])
+    kept = _read(CPU_FILE).get(machine)
+    if isinstance(kept, bool):
+        return kept
+    is_faster: bool = _is_bfloat16_faster(machine)
+    with suppress(OSError, RuntimeError):
+        _update(CPU_FILE, machine, is_faster)
+    return is_faster
+
+
+@cache
+def _is_bfloat16_faster(machine: str) -> bool:  # noqa: ARG001 - what it is remembered by
+    return _seconds(torch.bfloat16) < _seconds(torch.float32)
 
 
 def _seconds(dtype: torch.dtype) -> float:
@@ -174,9 +199,28 @@ def _roots(needed: Sequence[Sequence[int]], num_draft_tokens: int) -> Iterator[i
         place += 1 + sum(size <= num_draft_tokens for size in needed[place])
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(name: str) -> dict[str, Any]:
+    """What a file of the user's cache holds; nothing where it cannot be read.
+
+    A user without a home has no cache either: `cache_dir` raises RuntimeError, as JSON that is
+    nested too deep does.
+    """
     try:
-        choices = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        entries = json.loads((cache_dir() / name).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RuntimeError):
         return {}
-    return choices if isinstance(choices, dict) else {}
+    return entries if isinstance(entries, dict) else {}
+
+
+def _update(name: str, key: str, value: object) -> Path:
+    """Adds or replaces one entry of a file of the user's cache, which other processes write too.
+
+    Raises:
+        OSError, RuntimeError: the cache cannot be written or found, or another process holds the
+            file for long.
+    """
+    path = cache_dir() / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(path.with_name(f"{name}.lock"), timeout=_PATIENCE_S):
+        write_json(path, _read(name) | {key: value})
+    return path

@@ -37,6 +37,11 @@ _SHAPE: dict[str, Any] = {
     "pad_token_id": None,
     "tie_word_embeddings": False,
 }
+_EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
 _MIXED = ["sliding_attention", "full_attention"]
 FAMILY_CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": lambda: transformers.LlamaConfig(**_SHAPE),
@@ -53,8 +58,43 @@ FAMILY_CONFIGS: dict[str, Callable[[], Any]] = {
     "mixtral": lambda: transformers.MixtralConfig(
         **_SHAPE, sliding_window=WINDOW, num_local_experts=4
     ),
+    "phi3": lambda: transformers.Phi3Config(**_SHAPE, sliding_window=WINDOW),
+    "olmo2": lambda: transformers.Olmo2Config(**_SHAPE),
+    "gemma3_text": lambda: transformers.Gemma3TextConfig(
+        **_SHAPE, sliding_window=WINDOW, layer_types=_MIXED, query_pre_attn_scalar=8
+    ),
+    "qwen2_moe": lambda: transformers.Qwen2MoeConfig(
+        **_SHAPE,
+        **_EXPERTS,
+        shared_expert_intermediate_size=32,
+        use_sliding_window=True,
+        sliding_window=WINDOW,
+        layer_types=_MIXED,
+    ),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+        **_SHAPE, **_EXPERTS, use_sliding_window=True, sliding_window=WINDOW
+    ),
+    "granite": lambda: transformers.GraniteConfig(
+        **_SHAPE,
+        embedding_multiplier=3.0,
+        attention_multiplier=0.3,
+        residual_multiplier=0.7,
+        logits_scaling=4.0,
+    ),
+    "smollm3": lambda: transformers.SmolLM3Config(
+        **_SHAPE,
+        use_sliding_window=True,
+        sliding_window=WINDOW,
+        layer_types=_MIXED,
+        no_rope_layers=[1, 0],
+    ),
+    "gpt_oss": lambda: transformers.GptOssConfig(
+        **_SHAPE, sliding_window=WINDOW, layer_types=_MIXED, num_local_experts=4
+    ),
 }
-ATTENTION = dict.fromkeys(FAMILY_CONFIGS, ("eager", PACKED, "sdpa")) | {"gemma2": ("eager",)}
+_EAGER_ONLY = ("gemma2", "gpt_oss")  # soft caps and sinks, which sdpa has not
+ATTENTION = dict.fromkeys(FAMILY_CONFIGS, ("eager", PACKED, "sdpa"))
+ATTENTION |= dict.fromkeys(_EAGER_ONLY, ("eager",))
 
 
 def tiny_model(

@@ -7,7 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.tree import DEPTHS, PASS_SIZES, TOP_KS, Costs, main, measure, predict, record, trees
+from benchmarks.tree import (
+    DEPTHS,
+    PASS_SIZES,
+    TOP_KS,
+    Costs,
+    live,
+    main,
+    measure,
+    predict,
+    record,
+    trees,
+)
 from eagle_fsd import SpeculativeDecoder, TreeConfig
 from eagle_fsd.target import TargetModel
 from tests.stubs import head_drafter, random_prompt, tiny_model
@@ -63,6 +74,23 @@ def test_costs_are_measured_for_every_size(decoder: SpeculativeDecoder) -> None:
     assert set(costs.first_steps) == set(costs.further_steps) == set(TOP_KS)
     assert min(costs.passes.values()) > 0.0
     assert costs.cycle(TreeConfig(8, 3, 3)) > costs.passes[8]
+
+
+def test_answers_of_one_token_have_nothing_to_choose_by() -> None:
+    target = TargetModel(tiny_model())
+    decoder = SpeculativeDecoder(target, head_drafter(target))
+    prompt = random_prompt(random.Random(0))
+    first = decoder.plain(prompt, max_new_tokens=1).token_ids[0]
+    target.model.generation_config.eos_token_id = first
+    text = record(decoder, prompt, 24)
+    for texts in ([text], []):
+        with pytest.raises(ValueError, match="every answer ends with its first token"):
+            predict(FREE, texts)
+    with pytest.raises(ValueError, match="every answer ends with its first token"):
+        live(decoder, [prompt], [TreeConfig(4, 4, 1)], 24)
+    # Beside a text with places, an empty one changes nothing.
+    longer = {(d, k): [[2, 10]] * 9 for d in DEPTHS for k in TOP_KS}
+    assert predict(FREE, [longer, text]) == predict(FREE, [longer])
 
 
 @pytest.mark.parametrize(

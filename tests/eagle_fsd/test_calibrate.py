@@ -16,11 +16,14 @@ from eagle_fsd.__main__ import main
 from eagle_fsd.acceptance import RULES, build_rule
 from eagle_fsd.calibrate import Calibration, Row, calibrate, grid, read_prompts, save
 from eagle_fsd.checkpoint import save_head
+from eagle_fsd.config import TreeConfig
 from eagle_fsd.decoder import SpeculativeDecoder
 from eagle_fsd.recorder import Expectation
+from eagle_fsd.target import TargetModel
+from eagle_fsd.tuning import TreeChoice, setting_of, store_choice
 from tests.laws import tables
 from tests.scripted import byte_tokenizer
-from tests.stubs import TableDrafter, TableTarget, tiny_head, tiny_model
+from tests.stubs import TableDrafter, TableTarget, head_drafter, tiny_head, tiny_model
 
 SIZE = 24
 
@@ -74,6 +77,26 @@ def test_predicted_acceptance_length_is_within_a_tenth_of_held_out_decoding(
         assert predicted == pytest.approx(live, rel=0.1)
         num_checked += gain > 0.02
     assert num_checked > 0
+
+
+def test_trees_are_scored_where_exact_decoding_is_faster_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path))
+    target = TargetModel(tiny_model())
+    drafter = head_drafter(target)
+    store_choice(setting_of(target, drafter), TreeChoice(TreeConfig(9, 3, 3), 0.5))
+    decoder = SpeculativeDecoder(target, drafter)
+    prompts: Any = [torch.tensor([[4, 8, 15]])]
+    assert decoder.generate(prompts[0], max_new_tokens=12).stats.tree == "plain"
+    options: list[dict[str, Any]] = [{}, {"tree": "auto"}, {"tree": "9,3,3"}]
+    runs = [
+        calibrate(decoder, prompts, ["fuzzy:inf:js"], {"max_new_tokens": 12} | each, progress=False)
+        for each in options
+    ]
+    assert runs[0].settings["tree"] == "9,3,3"
+    assert runs[0].rows == runs[1].rows == runs[2].rows
+    assert runs[0].rows[0].expectation.acceptance_length > 1.0
 
 
 # Wishes

@@ -13,9 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from eagle_fsd.__main__ import main
+from eagle_fsd.__main__ import build_parser, main
 from eagle_fsd.checkpoint import WEIGHTS, save_head
+from eagle_fsd.command import load_decoder
+from eagle_fsd.config import TreeConfig
 from eagle_fsd.draft_head import DraftHead
+from eagle_fsd.tuning import TreeChoice, setting_of, store_choice
 from tests.scripted import byte_tokenizer
 from tests.stubs import tiny_head, tiny_model
 
@@ -204,6 +207,23 @@ def test_compare_says_when_a_relaxed_rule_changed_the_text(models, capsys):
     argv = arguments(models, "compare", rule="fuzzy", threshold="inf", max_new_tokens=30)
     assert main(argv) == 0
     assert "the two texts are different" in capsys.readouterr().out
+
+
+def test_compare_drafts_where_exact_decoding_is_faster_without(
+    models, capsys, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path))
+    argv = arguments(models, "compare", tree=None)
+    decoder = load_decoder(build_parser().parse_args(argv))
+    store_choice(setting_of(decoder.target, decoder.drafter), TreeChoice(TreeConfig(9, 3, 3), 0.5))
+    assert main([*argv, "--json"]) == 0
+    both = json.loads(capsys.readouterr().out)
+    assert both["plain"]["stats"]["tree"] == "plain"
+    assert both["tree"]["stats"]["tree"] == "9,3,3"
+    assert main([*arguments(models, tree=None), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["stats"]["tree"] == "plain"
+    assert main(argv) == 0
+    assert "tree 9,3,3" in capsys.readouterr().out
 
 
 # inspect

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +14,18 @@ from eagle_fsd.checkpoint import save_head
 from eagle_fsd.compat import EaModel
 from eagle_fsd.config import TreeConfig
 from eagle_fsd.decoder import SpeculativeDecoder
-from eagle_fsd.drafter import ModelDrafter
+from eagle_fsd.drafter import HeadDrafter, ModelDrafter
 from eagle_fsd.target import TargetModel
+from eagle_fsd.tuning import TreeChoice, setting_of, store_choice
 from tests.scripted import byte_tokenizer
-from tests.stubs import VOCABULARY, greedy_reference, random_prompt, tiny_head, tiny_model
+from tests.stubs import (
+    VOCABULARY,
+    greedy_reference,
+    head_drafter,
+    random_prompt,
+    tiny_head,
+    tiny_model,
+)
 
 PROMPT = torch.tensor([[72, 101, 108, 108, 111]])
 
@@ -148,6 +157,12 @@ def test_further_options_go_to_transformers(folders: tuple[str, str]) -> None:
         ({"total_token": 1}, "total_token must be >= 2"),
         ({"total_token": -2}, "total_token must be >= 2"),
         ({"depth": -1}, "depth must be >= 0"),
+        ({"total_token": "60"}, "total_token must be a whole number, got '60'"),
+        ({"depth": None}, "depth must be a whole number, got None"),
+        ({"tree": "9,3,3"}, "tree goes by EAGLE's name here; use total_token, depth and top_k"),
+        ({"draft_head": "x"}, "draft_head goes by EAGLE's name here; use ea_model_path"),
+        ({"draft_model": "x"}, "draft_model goes by EAGLE's name here"),
+        ({"target": "x"}, "target goes by EAGLE's name here; use base_model_path"),
         ({"total_token": 60, "depth": 1, "top_k": 3}, "fewer than num_draft_tokens 59"),
         ({"rule": "fuzy:0.3"}, "unknown acceptance rule"),
         ({"load_in_8bit": True}, "BitsAndBytesConfig"),
@@ -158,7 +173,7 @@ def test_what_cannot_be_loaded_is_refused(
     folders: tuple[str, str], options: dict[str, Any], message: str
 ) -> None:
     call = {"base_model_path": folders[0], "ea_model_path": folders[1]} | options
-    with pytest.raises((ValueError, FileNotFoundError), match=message):
+    with pytest.raises((ValueError, TypeError, FileNotFoundError), match=message):
         EaModel.from_pretrained(**call)
 
 
@@ -183,14 +198,40 @@ def test_greedy_ids_equal_generate_by_all_four_calls(model: EaModel) -> None:
             assert ids[0].tolist() == expected
             assert new_token == max_new_tokens
             assert model.stats is not None
-            assert idx == (
-                max_new_tokens - 1
-                if call == model.naivegenerate
-                else max(model.stats.num_cycles, 1) - 1
-            )
+            is_plain = call == model.naivegenerate
+            assert idx == (max_new_tokens - 1 if is_plain else model.stats.num_cycles)
         for stream in (model.ea_generate, model.naive_generate):
             *_, last = stream(prompt, max_new_tokens=max_new_tokens)
             assert last[0].tolist() == expected
+
+
+def test_the_log_gives_eagle_s_acceptance_length() -> None:
+    """EAGLE counts the first token as the root of cycle 0: N tokens, none accepted, N cycles."""
+    target = TargetModel(tiny_model())
+    model = EaModel(SpeculativeDecoder(target, head_drafter(target), None, TreeConfig(1, 1, 1)))
+    for max_new_tokens in (1, 2, 5):
+        _, new_token, idx = model.eagenerate(PROMPT, max_new_tokens=max_new_tokens, log=True)
+        assert model.stats is not None
+        assert model.stats.num_accepted == 0
+        assert new_token / (idx + 1) == 1.0
+        _, new_token, idx = model.naivegenerate(PROMPT, max_new_tokens=max_new_tokens, log=True)
+        assert new_token / (idx + 1) == 1.0
+
+
+def test_the_end_of_the_context_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    target = TargetModel(tiny_model(max_position_embeddings=20))
+    model = EaModel(SpeculativeDecoder(target, head_drafter(target), None, TreeConfig(12, 4, 4)))
+    assert model.finish_reason is None
+    for call in (model.eagenerate, model.naivegenerate):
+        caplog.clear()
+        call(PROMPT, max_new_tokens=5)
+        assert model.finish_reason == "length"
+        assert caplog.messages == []
+        call(PROMPT, max_new_tokens=30)
+        assert model.finish_reason == "context"
+        assert caplog.messages == [
+            "the answer ends after 15 tokens, where the target's context of 20 tokens ends"
+        ]
 
 
 def test_sampling_takes_eagle_s_names_and_values(model: EaModel) -> None:
@@ -276,6 +317,18 @@ def test_is_llama3_stops_at_the_turn_s_end(model: EaModel) -> None:
         ({"top_p": -0.5}, "top_p must be in"),
         ({"top_k": 2.5}, "top_k must be a whole number, got 2.5"),
         ({"max_new_tokens": 0}, "max_new_tokens must be >= 1"),
+        ({"input_ids": torch.tensor(5)}, r"input_ids must be a tensor \[1, P\], got one number"),
+        ({"temperature": None}, "temperature must be a number, got None"),
+        ({"top_p": None}, "top_p must be a number, got None; 0 turns it off"),
+        ({"top_p": "0.5"}, "top_p must be a number, got '0.5'"),
+        ({"top_k": None}, "top_k must be a number, got None; 0 turns it off"),
+        ({"top_k": "x"}, "top_k must be a number, got 'x'"),
+        ({"top_k": "5"}, "top_k must be a number, got '5'"),
+        ({"top_k": True}, "top_k must be a number, got True"),
+        ({"top_k": float("nan")}, "top_k must be a whole number, got nan"),
+        ({"max_new_tokens": "5"}, "max_new_tokens must be a whole number, got '5'"),
+        ({"max_length": 20.5}, "max_length must be a whole number, got 20.5"),
+        ({"max_length": None}, "max_length must be a whole number, got None"),
         ({"seed": "one"}, "seed must be a whole number"),
     ],
 )
@@ -329,3 +382,28 @@ def test_it_can_be_converted(model: EaModel) -> None:
     assert isinstance(back, Tensor)
     assert isinstance(expected, Tensor)
     assert torch.equal(back, expected)
+
+
+def test_an_automatic_tree_is_looked_up_for_what_the_model_became(
+    folders: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path))
+    for dtype, tree, ratio in (("float32", (9, 3, 3), 0.5), ("float64", (6, 3, 2), 1.5)):
+        decoder = load(folders, dtype=dtype).decoder
+        assert isinstance(decoder.target, TargetModel)
+        assert isinstance(decoder.drafter, HeadDrafter)
+        setting = setting_of(decoder.target, decoder.drafter)
+        store_choice(setting, TreeChoice(TreeConfig(*tree), ratio))
+
+    def tree_of(model: EaModel) -> str:
+        model.eagenerate(PROMPT, max_new_tokens=8)
+        assert model.stats is not None
+        return model.stats.tree
+
+    model = load(folders, total_token=-1)
+    assert tree_of(model) == "plain"
+    assert tree_of(model.to("cpu")) == "plain"
+    assert tree_of(model.to(torch.float64)) == "6,3,2"
+    assert tree_of(model.to(torch.float32)) == "plain"
+    given = load(folders, total_token=10, depth=2, top_k=3)
+    assert tree_of(given) == tree_of(given.to(torch.float64)) == "9,3,3"

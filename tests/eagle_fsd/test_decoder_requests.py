@@ -178,6 +178,30 @@ def test_a_request_may_bring_its_own_tree(decoder, tree):
     assert decoder.generate(PROMPT, tree=tree, max_new_tokens=2).stats.tree == expected
 
 
+@pytest.mark.parametrize("tree", ["8,3,3", "auto", TreeConfig(5, 5, 1), None])
+def test_a_decoder_reads_a_tree_as_from_pretrained_does(tree):
+    target = TargetModel(tiny_model())
+    decoder = SpeculativeDecoder(target, head_drafter(target), None, tree)
+    automatic = str(TreeConfig.default("cpu"))
+    expected = {"8,3,3": "8,3,3", "auto": automatic, None: automatic}.get(tree, "5,5,1")
+    assert str(decoder.tree) == expected
+    loaded = SpeculativeDecoder.from_pretrained(target.model, tree=tree)
+    assert loaded.tree == decoder.tree
+
+
+@pytest.mark.parametrize(
+    ("tree", "kind", "words"),
+    [
+        ((9, 3, 3), TypeError, "tree must be a TreeConfig, 'N,DEPTH,K' or 'auto', got"),
+        (16, TypeError, "tree must be a TreeConfig, 'N,DEPTH,K' or 'auto', got 16"),
+        ("9,3", ValueError, "tree must be auto or N,DEPTH,K"),
+    ],
+)
+def test_a_decoder_refuses_what_is_no_tree(tree, kind, words):
+    with pytest.raises(kind, match=words):
+        SpeculativeDecoder(TargetModel(tiny_model()), None, None, tree)
+
+
 def test_a_rule_comes_as_an_object_a_name_or_written(decoder):
     ways = (
         {"rule": Fuzzy(threshold=0.3, divergence="js")},

@@ -13,7 +13,7 @@ from torch import nn
 from eagle_fsd import SpeculativeDecoder
 from eagle_fsd.checkpoint import save_head
 from eagle_fsd.config import TreeConfig
-from eagle_fsd.draft_vocab import VOCAB_FILE, DraftLaw, choose_vocab
+from eagle_fsd.draft_vocab import VOCAB_FILE, DraftLaw, choose_vocab, read_vocab
 from eagle_fsd.drafter import HeadDrafter
 from eagle_fsd.target import TargetModel
 from tests.stubs import VOCABULARY, greedy_reference, random_prompt, tiny_head, tiny_model
@@ -60,6 +60,32 @@ def test_a_number_needs_a_file_and_its_counts(tmp_path: Path) -> None:
         choose_vocab(write_vocab(tmp_path / "b", counts=[1, 2]), "auto")
 
 
+@pytest.mark.parametrize("number", ["2.0", "true", '"2"', "[2]", "-1", str(2**63), "null", "NaN"])
+def test_ids_and_counts_are_whole_numbers_or_the_file_is_none(tmp_path: Path, number: str) -> None:
+    for content in (
+        f'{{"token_ids": [{number}, 5]}}',
+        f'{{"token_ids": [1, 5], "counts": [{number}, 3]}}',
+    ):
+        (tmp_path / VOCAB_FILE).write_text(content)
+        for choice in ("auto", "1"):
+            with pytest.raises(ValueError, match=r"is no draft vocabulary: .*whole numbers"):
+                choose_vocab(tmp_path, choice)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *('{"token_ids": "abc"}', '{"token_ids": {"1": 2}}', '{"token_ids": null}', "3", "[1, 2]"),
+        *('{"token_ids": [1, 2], "counts": {"x": 1, "y": 2}}', '{"counts": [1]}', "[" * 100_000),
+        *('{"token_ids": [1], "counts": null}', "\ufeff{}"),
+    ],
+)
+def test_a_file_of_another_shape_is_no_draft_vocabulary(tmp_path: Path, content: str) -> None:
+    (tmp_path / VOCAB_FILE).write_text(content, encoding="utf-8")
+    with pytest.raises(ValueError, match="is no draft vocabulary: "):
+        read_vocab(tmp_path / VOCAB_FILE)
+
+
 class Wrapped(nn.Module):
     """An lm_head without plain weights, such as an adapted or a quantised one."""
 
@@ -93,6 +119,59 @@ def test_restricted_logits_are_columns_of_the_targets_own(
         law.logits(features), target.logits(features)[:, IDS], rtol=1e-5, atol=1e-5
     )
     assert law.size == 40
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_rows_follow_a_target_whose_weights_change(is_wrapped: bool) -> None:
+    model = tiny_model()
+    model.lm_head.bias = nn.Parameter(torch.randn(VOCABULARY))
+    inner = model.lm_head
+    if is_wrapped:
+        model.lm_head = Wrapped(inner)
+    target = TargetModel(model)
+    law = DraftLaw(target, IDS)
+    features = torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
+
+    def check(tolerance: float) -> torch.Tensor:
+        found = law.logits(features)
+        assert found.dtype == target.dtype
+        whole = target.logits(features.to(target.dtype))[:, IDS]
+        torch.testing.assert_close(found, whole, rtol=tolerance, atol=tolerance)
+        return found
+
+    before = check(1e-5)
+    inner.load_state_dict({"weight": torch.randn(VOCABULARY, 32), "bias": torch.zeros(VOCABULARY)})
+    assert not torch.allclose(check(1e-5), before)
+    with torch.no_grad():
+        inner.bias.add_(1.0)
+    check(1e-5)
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        model.to(dtype)
+        check(0.1 if dtype == torch.bfloat16 else 1e-5)  # bf16 sums in another order
+    with torch.inference_mode():  # in which decoding reads them anew
+        model.float()
+        check(1e-5)
+    features.requires_grad_()
+    law.logits(features).sum().backward()  # as training does next
+    assert features.grad is not None
+
+
+def test_rows_are_read_once_for_weights_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model()
+    target = TargetModel(model)
+    decoder = SpeculativeDecoder(target, HeadDrafter(tiny_head(model), target, IDS))
+    monkeypatch.setattr(target, "output_rows", lambda *_: pytest.fail("read again"))
+    decoder.generate(random_prompt(random.Random(0)), max_new_tokens=12)
+
+
+def test_a_reduced_drafter_decodes_a_target_that_was_converted_after_loading() -> None:
+    model = tiny_model().to(torch.bfloat16)
+    target = TargetModel(model)
+    decoder = SpeculativeDecoder(target, HeadDrafter(tiny_head(model), target, IDS))
+    model.float()
+    prompt = random_prompt(random.Random(0))
+    ids = decoder.generate(prompt, max_new_tokens=12).token_ids
+    assert ids == greedy_reference(model, prompt, 12)
 
 
 def test_a_reduced_draft_has_its_law_within_the_vocabulary_and_zero_outside() -> None:

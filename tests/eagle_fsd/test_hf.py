@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from eagle_fsd.hf import (
     fsd_generate,
 )
 from eagle_fsd.target import TargetModel
+from eagle_fsd.tuning import TreeChoice, setting_of, store_choice
 from tests.eagle_fsd.rule_reference import divergence
 from tests.laws import chi_square_p, slow_law, tables
 from tests.scripted import byte_tokenizer
@@ -196,6 +198,84 @@ def test_a_streamer_gets_the_prompt_then_every_step_then_the_end() -> None:
     assert streamer.has_ended
 
 
+def test_a_streamer_reaches_a_callable_inside_another() -> None:
+    decoder, model = head_decoder()
+    generate = custom_generate(decoder)
+
+    def outer(*args: Any, **kwargs: Any) -> Any:
+        return (lambda: generate(*args, **kwargs))()
+
+    streamer = Watcher()
+    ids = model.generate(PROMPT, max_new_tokens=9, streamer=streamer, custom_generate=outer)
+    assert sum(streamer.pieces, []) == ids[0].tolist()  # noqa: RUF017 - a handful of lists
+    assert streamer.has_ended
+    with pytest.raises(ValueError, match="would draft twice"):
+        model.generate(
+            PROMPT, max_new_tokens=4, assistant_model=tiny_model(seed=1), custom_generate=outer
+        )
+
+
+def test_a_streamer_of_another_model_s_generate_is_left_alone() -> None:
+    decoder, model = head_decoder()
+    other = tiny_model(seed=3)
+    answer = []
+
+    def outer(_: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        answer.append(
+            model.generate(PROMPT, max_new_tokens=9, custom_generate=custom_generate(decoder))
+        )
+        return input_ids
+
+    streamer = Watcher()
+    other.generate(PROMPT, max_new_tokens=9, streamer=streamer, custom_generate=outer)
+    assert answer[0].shape == (1, 14)
+    assert streamer.pieces == [PROMPT[0].tolist()]
+
+
+def test_the_end_of_the_context_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    decoder, model = head_decoder(max_position_embeddings=20)
+    call: dict[str, Any] = {
+        "custom_generate": custom_generate(decoder), "return_dict_in_generate": True,
+    }  # fmt: skip
+    for max_new_tokens, reason in ((9, "length"), (99, "context")):
+        output = model.generate(PROMPT, max_new_tokens=max_new_tokens, **call)
+        assert output.finish_reason == output["finish_reason"] == reason
+        assert caplog.messages == (
+            ["the answer ends after 15 tokens, where the target's context of 20 tokens ends"]
+            if reason == "context"
+            else []
+        )
+    eos = int(output.sequences[0, 8])
+    stopped = model.generate(PROMPT, max_new_tokens=9, eos_token_id=eos, pad_token_id=0, **call)
+    assert stopped.finish_reason == "stop"
+
+
+def test_an_automatic_tree_is_the_decoder_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path))
+    target = TargetModel(tiny_model())
+    drafter = head_drafter(target)
+    for ratio, exact in ((0.5, "plain"), (1.5, "9,3,3")):
+        store_choice(setting_of(target, drafter), TreeChoice(TreeConfig(9, 3, 3), ratio))
+        for given, rule, tree in (
+            (None, "exact", exact),
+            (None, "fuzzy:0.3:js", "9,3,3"),
+            ("6,3,2", "exact", "6,3,2"),
+        ):
+            decoder = SpeculativeDecoder(target, drafter, None, given)
+            store_choice(setting_of(target, drafter), TreeChoice(TreeConfig(4, 4, 1), 2.0))
+            output = target.model.generate(
+                PROMPT,
+                max_new_tokens=6,
+                custom_generate=custom_generate(decoder, rule),
+                return_dict_in_generate=True,
+            )
+            assert output.stats.tree == tree
+            assert decoder.generate(PROMPT, rule=rule, max_new_tokens=6).stats.tree == tree
+            store_choice(setting_of(target, drafter), TreeChoice(TreeConfig(9, 3, 3), ratio))
+
+
 def test_a_text_streamer_of_transformers_prints_the_answer(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -321,6 +401,8 @@ def test_rules_and_decoders_are_checked_where_the_callable_is_made() -> None:
         custom_generate(SpeculativeDecoder(decoder.target))
     with pytest.raises(ValueError, match="tree must be auto or N,DEPTH,K"):
         custom_generate(decoder, tree="many")
+    with pytest.raises(TypeError, match=r"tree must be a TreeConfig, .*got \(9, 3, 3\)"):
+        custom_generate(decoder, tree=(9, 3, 3))  # type: ignore[arg-type]
 
 
 # The 2025 call
@@ -531,6 +613,54 @@ def test_the_call_takes_a_tokenizer_s_output_streams_and_stops() -> None:
     assert isinstance(cut, Tensor)
     assert cut[0].tolist() == ids[0, : cut.shape[1]].tolist()
     assert stop in tokenizer.decode(cut[0, -1:])
+
+
+@pytest.mark.parametrize("threshold", [None, 0.0])
+def test_acceptance_length_counts_the_tokens_of_cycles(threshold: float | None) -> None:
+    """In the published order no token comes before the first cycle."""
+    model, small = tiny_model(), tiny_model(seed=1)
+    call: dict[str, Any] = {"max_new_tokens": 4, "return_dict_in_generate": True}
+    for order in ("2025", "rescue"):
+        output = fsd_generate(
+            model,
+            PROMPT,
+            assistant_model=small,
+            fsd_div_threshold=threshold,
+            order=order,
+            **call,
+        )
+        assert isinstance(output, SpeculativeOutput)
+        assert output.stats is not None
+        assert output.stats.num_accepted == 0
+        assert output.stats.acceptance_length == 1.0
+        is_published = order == "2025" and threshold is not None
+        assert output.stats.num_tokens_before_cycles == int(not is_published)
+    alike = fsd_generate(
+        model, PROMPT, assistant_model=model, fsd_div_threshold=9.0, **call | {"max_new_tokens": 6}
+    )
+    assert isinstance(alike, SpeculativeOutput)
+    assert alike.stats is not None
+    assert alike.stats.acceptance_length == 6 / alike.stats.num_cycles
+    assert alike.stats.to_dict()["num_tokens_before_cycles"] == 0
+
+
+def test_a_small_model_with_fewer_rows_names_what_it_can_be_compared_by() -> None:
+    tokenizer = byte_tokenizer()
+    model, small = tiny_model(vocab_size=280), tiny_model(vocab_size=272, seed=1)
+    call: dict[str, Any] = {
+        "assistant_model": small, "tokenizer": tokenizer, "fsd_div_threshold": 0.4,
+        "max_new_tokens": 5,
+    }  # fmt: skip
+    for div_type in ("js_div", "kl_div_reversed", "top_k_js_div"):
+        with pytest.raises(ValueError, match="fewer rows than the target; use js, tv or") as caught:
+            fsd_generate(model, PROMPT, fsd_div_type=div_type, **call)
+        assert str(caught.value).startswith(f"fsd_div_type '{div_type}'")
+        assert str(caught.value).endswith("(fsd_div_type 'js', 'tv_div' or 'kl_div')")
+        assert "draft_vocab" not in str(caught.value)
+    for div_type in ("js", "tv_div", "kl_div"):
+        ids = fsd_generate(model, PROMPT, fsd_div_type=div_type, **call)
+        assert isinstance(ids, Tensor)
+        assert ids.shape == (1, 10)
 
 
 def test_a_stop_at_the_prompt_s_end_stops_nothing() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from eagle_fsd.decoder import SpeculativeDecoder
 from eagle_fsd.target import FAMILIES
-from tests.parity import TIE, TREES, check_greedy_parity, top2_gap
+from tests.parity import FIRST_FAMILIES, TIE, TREES, check_greedy_parity, top2_gap
 from tests.sampling_ties import distance_to_a_tie
 from tests.stubs import FAMILY_CONFIGS, RecordingTarget, head_drafter, random_prompt, tiny_model
 
@@ -26,7 +26,7 @@ def test_every_supported_family_has_a_harness() -> None:
     assert set(FAMILIES) == set(FAMILY_CONFIGS)
 
 
-@pytest.mark.parametrize("family", sorted(FAMILY_CONFIGS))
+@pytest.mark.parametrize("family", FIRST_FAMILIES)
 def test_greedy_ids_equal_generate_token_for_token(family: str) -> None:
     report = check_greedy_parity(family, num_prompts=100, seed=1)
     assert report.num_prompts == 100

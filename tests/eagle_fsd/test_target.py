@@ -9,9 +9,18 @@ import torch
 import transformers
 from torch import Tensor
 
+from eagle_fsd.attention import PACKED
+from eagle_fsd.decoder import SpeculativeDecoder
 from eagle_fsd.errors import UnsupportedModelError
 from eagle_fsd.target import TargetModel
-from tests.stubs import ATTENTION, FAMILY_CONFIGS, VOCABULARY, tiny_model
+from tests.stubs import (
+    ATTENTION,
+    FAMILY_CONFIGS,
+    VOCABULARY,
+    PathDrafter,
+    greedy_reference,
+    tiny_model,
+)
 from tree import DraftTree
 
 CASES = [
@@ -59,9 +68,12 @@ def assert_tree_equals_sequential(
     target: TargetModel, tree: DraftTree, prefix: list[int], logits: Tensor
 ) -> None:
     tokens = tree.token_ids.tolist()
-    for row in range(tree.num_nodes):
-        expected = sequential_logits(target.model, prefix + [tokens[r] for r in path_to(tree, row)])
-        torch.testing.assert_close(logits[row], expected, rtol=0, atol=CLOSE)
+    for depth in set(tree.depths.tolist()):  # paths of one length make one batch
+        rows = [row for row in range(tree.num_nodes) if tree.depths[row] == depth]
+        texts = [prefix + [tokens[r] for r in path_to(tree, row)] for row in rows]
+        with torch.inference_mode():
+            expected = target.model(torch.tensor(texts), use_cache=False).logits[:, -1]
+        torch.testing.assert_close(logits[rows], expected, rtol=0, atol=CLOSE)
 
 
 @pytest.mark.parametrize(("family", "attention"), CASES)
@@ -89,6 +101,53 @@ def test_tree_logits_equal_sequential_logits_before_and_after_commits(
         prefix += tree.token_ids[torch.tensor(path)].tolist()
         assert target.num_rows == len(prefix)
     assert scattered > 0
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3"],
+)
+def test_families_with_windows_are_right_without_them(family: str) -> None:
+    window = 0 if family == "qwen2_moe" else None  # what their configs make of it
+    model = tiny_model(
+        family,
+        PACKED,
+        use_sliding_window=False,
+        sliding_window=window,
+        layer_types=["full_attention"] * 2,
+    )
+    target = TargetModel(model)
+    prefix = [token % VOCABULARY for token in range(30)]
+    target.start(64)
+    target.prefill(torch.tensor(prefix))
+    tree = random_tree(random.Random(5), 12, root=3)
+    assert_tree_equals_sequential(target, tree, prefix, target.score(tree).logits)
+
+
+def test_logits_are_scaled_where_the_family_scales_them() -> None:
+    target = TargetModel(tiny_model("granite"))
+    scores = torch.tensor([[4.0, -8.0]])
+    assert torch.equal(target.cap(scores), scores / 4)
+    assert torch.equal(TargetModel(tiny_model()).cap(scores), scores)
+
+
+def test_longrope_ends_the_context_where_its_angles_would_change() -> None:
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10_000.0,
+        "partial_rotary_factor": 1.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [4.0] * 4,
+    }
+    model = tiny_model("phi3", rope_parameters=rope, original_max_position_embeddings=64)
+    target = TargetModel(model)
+    assert target.max_positions == 64
+    prompt = torch.arange(40)[None]
+    expected = greedy_reference(model, prompt, 24)
+    drafter = PathDrafter(expected, 40, is_right=True)
+    result = SpeculativeDecoder(target, drafter).generate(prompt, tree="8,3,3", max_new_tokens=100)
+    assert result.finish_reason == "context"
+    assert result.token_ids == expected
 
 
 @pytest.mark.parametrize(("family", "attention"), CASES)
@@ -220,6 +279,8 @@ def test_stop_ids_that_are_no_numbers_are_refused(eos: object) -> None:
         (lambda: transformers.GPT2LMHeadModel(_tiny_gpt2()), "not a family"),
         (lambda: transformers.LlamaModel(FAMILY_CONFIGS["llama"]()), "no lm_head"),
         (lambda: tiny_model().train(), r"call model\.eval"),
+        (lambda: _as_family(tiny_model("gemma3_text"), "gemma3"), "reads images"),
+        (lambda: tiny_model("gemma3_text", use_bidirectional_attention=True), "bidirectional"),
     ],
 )
 def test_what_is_not_proven_is_refused_with_what_is(make: object, reason: str) -> None:
@@ -233,6 +294,14 @@ def test_attention_that_takes_no_tree_mask_is_refused(attention: str) -> None:
     model = tiny_model()
     model.config._attn_implementation = attention
     with pytest.raises(UnsupportedModelError, match="attn_implementation='sdpa' or 'eager'"):
+        TargetModel(model)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
+def test_a_kernel_that_leaves_out_what_eager_adds_is_refused(family: str) -> None:
+    model = tiny_model(family)
+    model.config._attn_implementation = PACKED
+    with pytest.raises(UnsupportedModelError, match="attn_implementation='eager'"):
         TargetModel(model)
 
 
@@ -252,6 +321,11 @@ def test_something_between_lm_head_and_logits_is_refused() -> None:
 
     with pytest.raises(UnsupportedModelError, match="between lm_head and its logits"):
         TargetModel(Scaled(FAMILY_CONFIGS["llama"]()).eval())
+
+
+def _as_family(model: transformers.PreTrainedModel, family: str) -> transformers.PreTrainedModel:
+    model.config.model_type = family
+    return model
 
 
 def _tiny_t5() -> transformers.T5Config:
