@@ -5,8 +5,9 @@
 
 Behind a random prompt of each length, one after the other: a plain step, the target's pass over the
 tree and the head's steps, each timed alone; then live cycles of exact decoding. Overhead is what a
-live cycle takes beyond its pass and its steps. Memory is what the process (or the device) held at
-most so far.
+live cycle takes beyond its pass and its steps, whose median is of the cycles counted beside it.
+Memory is what the process (or the device) held at most so far. With --output every row is in the
+file as soon as it is measured.
 """
 
 from __future__ import annotations
@@ -16,20 +17,26 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.timing import comb, median_seconds, models_of
+from benchmarks.timing import (
+    comb,
+    median_seconds,
+    models_of,
+    output_file,
+    shared_positions,
+)
 from eagle_fsd import SpeculativeDecoder, TreeConfig
 from eagle_fsd.command import Parser, add_model_arguments, load_decoder, require_drafter, run
 from eagle_fsd.device import peak_memory_bytes
 from eagle_fsd.files import write_json
+from eagle_fsd.target import TargetModel
 from eagle_fsd.tuning import setting_of
 
 CYCLES = 16
+FEWEST_CYCLES = 5  # of a median
 
 
 @dataclass(frozen=True)
@@ -41,7 +48,8 @@ class CycleCosts:
         plain_s: a plain step, alone.
         pass_s: the target's pass over the tree, alone.
         draft_s: the head's steps, alone.
-        live_s: a cycle of exact decoding.
+        live_s: a cycle of exact decoding, the median of num_cycles.
+        num_cycles: that were timed live.
         memory_bytes: the most held so far.
     """
 
@@ -50,6 +58,7 @@ class CycleCosts:
     pass_s: float
     draft_s: float
     live_s: float
+    num_cycles: int
     memory_bytes: int
 
     @property
@@ -58,12 +67,22 @@ class CycleCosts:
         return 1.0 - (self.pass_s + self.draft_s) / self.live_s
 
 
-def measure(decoder: SpeculativeDecoder, tree: TreeConfig, context: int, seed: int) -> CycleCosts:
-    """Times one context length, with a tree of the same size alone and live."""
-    target, drafter = models_of(decoder)
+def random_prompt(target: TargetModel, context: int, seed: int) -> Tensor:
+    """[1, context] int64 ids."""
     generator = torch.Generator().manual_seed(seed)
-    prompt = torch.randint(0, target.vocabulary_size, (1, context), generator=generator)
-    live_s = _live(decoder, tree, prompt)
+    return torch.randint(0, target.vocabulary_size, (1, context), generator=generator)
+
+
+def measure(decoder: SpeculativeDecoder, tree: TreeConfig, context: int, seed: int) -> CycleCosts:
+    """Times one context length, with a tree of the same size alone and live.
+
+    Raises:
+        ValueError: the context leaves no room for the tree and the cycles, or the answer stopped
+            after too few of them.
+    """
+    target, drafter = models_of(decoder)
+    prompt = random_prompt(target, context, seed)
+    live = _live(decoder, tree, prompt)
     target.start(context + tree.num_draft_tokens + 1)
     features = target.prefill(prompt[0].to(target.output_device)).features
     drafter.start(context + 100)
@@ -86,7 +105,15 @@ def measure(decoder: SpeculativeDecoder, tree: TreeConfig, context: int, seed: i
         target,
     )
     memory = peak_memory_bytes(target.output_device)
-    return CycleCosts(context, alone["plain"], alone["pass"], alone["draft"], live_s, memory)
+    return CycleCosts(
+        context,
+        plain_s=alone["plain"],
+        pass_s=alone["pass"],
+        draft_s=alone["draft"],
+        live_s=statistics.median(live),
+        num_cycles=len(live),
+        memory_bytes=memory,
+    )
 
 
 def growth(costs: Sequence[CycleCosts]) -> float:
@@ -111,35 +138,50 @@ def _report(args: argparse.Namespace) -> None:
     contexts = [int(part) for part in args.contexts.split(",") if part.strip().isdecimal()]
     if not contexts or min(contexts) < 1 or len(contexts) != len(args.contexts.split(",")):
         raise ValueError(f"--contexts takes whole numbers >= 1 by commas, got {args.contexts!r}")
+    output = output_file(args.output)
     decoder = load_decoder(args)
     target, drafter = models_of(decoder)
-    tree = decoder.tree
-    print(f"{setting_of(target, drafter)}, tree {tree}")
-    print(f"{'context':>8}{'plain':>9}{'pass':>9}{'draft':>9}{'cycle':>9}{'overhead':>10}{'MB':>7}")
-    costs = []
+    tree, setting = decoder.tree, setting_of(target, drafter)
+    _check_room(max(contexts), tree, shared_positions(target, drafter))
+    print(f"{setting}, tree {tree}")
+    heads = ("plain", "pass", "draft", "cycle", "cycles")
+    print(f"{'context':>8}{''.join(f'{head:>9}' for head in heads)}{'overhead':>10}{'MB':>7}")
+    costs: list[CycleCosts] = []
     for context in contexts:
         cost = measure(decoder, tree, context, args.seed)
         costs.append(cost)
         times = (cost.plain_s, cost.pass_s, cost.draft_s, cost.live_s)
         shown = "".join(f"{1e3 * seconds:>9.1f}" for seconds in times)
         memory = cost.memory_bytes / 1e6
-        print(f"{context:>8}{shown}{cost.overhead:>10.1%}{memory:>7.0f}", flush=True)
+        shown += f"{cost.num_cycles:>9}{cost.overhead:>10.1%}{memory:>7.0f}"
+        print(f"{context:>8}{shown}", flush=True)
+        if output:
+            rows = [asdict(each) | {"overhead": each.overhead} for each in costs]
+            write_json(output, {"setting": setting, "tree": str(tree), "contexts": rows})
     print(
         f"\n(cycle at {contexts[-1]} / at {contexts[0]}) / (plain at {contexts[-1]} / at "
         f"{contexts[0]}): {growth(costs):.2f}"
     )
-    if args.output:
-        rows: list[dict[str, Any]] = [asdict(cost) | {"overhead": cost.overhead} for cost in costs]
-        write_json(
-            Path(args.output),
-            {"setting": setting_of(target, drafter), "tree": str(tree), "contexts": rows},
+
+
+def _live_tokens(tree: TreeConfig) -> int:
+    """What an answer needs at most, for all cycles and the one that warms up."""
+    return (CYCLES + 1) * (tree.depth + 1)
+
+
+def _check_room(context: int, tree: TreeConfig, max_positions: int) -> None:
+    room = max_positions - tree.num_draft_tokens - 1 - _live_tokens(tree)
+    if context > room:
+        raise ValueError(
+            f"--contexts must be <= {room}, which leaves room for tree {tree} and {CYCLES} cycles "
+            f"within {max_positions} positions, got {context}"
         )
 
 
-def _live(decoder: SpeculativeDecoder, tree: TreeConfig, prompt: Tensor) -> float:
-    """Median seconds of a cycle with the whole tree, from step to step; the first one warms up."""
+def _live(decoder: SpeculativeDecoder, tree: TreeConfig, prompt: Tensor) -> list[float]:
+    """Seconds of cycles with the whole tree, from step to step; a first one warms up."""
     seconds = []
-    new_tokens = (CYCLES + 1) * (tree.depth + 1)
+    new_tokens = _live_tokens(tree)
     start = time.perf_counter()
     for step in decoder.stream(prompt, tree=tree, max_new_tokens=new_tokens, profile=True):
         now = time.perf_counter()
@@ -148,12 +190,12 @@ def _live(decoder: SpeculativeDecoder, tree: TreeConfig, prompt: Tensor) -> floa
         if len(seconds) > CYCLES:
             break
         start = time.perf_counter()
-    if not seconds:
+    if len(seconds) <= FEWEST_CYCLES:
         raise ValueError(
-            f"no whole cycle behind {prompt.shape[1]} tokens: the answer stopped at once; "
-            "choose another --seed"
+            f"{len(seconds)} whole cycles behind {prompt.shape[1]} tokens, where a median needs "
+            f"{FEWEST_CYCLES} and one to warm up: the answer stopped early; choose another --seed"
         )
-    return statistics.median(seconds[1:] or seconds)
+    return seconds[1:]
 
 
 if __name__ == "__main__":

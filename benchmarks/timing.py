@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -29,6 +30,26 @@ def models_of(decoder: SpeculativeDecoder) -> tuple[TargetModel, HeadDrafter]:
     if not isinstance(target, TargetModel) or not isinstance(drafter, HeadDrafter):
         raise ValueError("trees are chosen for a draft head; give --draft-head")
     return target, drafter
+
+
+def shared_positions(target: TargetModel, drafter: HeadDrafter) -> int:
+    """Tokens up to which both the target and the head can work."""
+    limits = (target.max_positions, drafter.max_positions)
+    return min(limit for limit in limits if limit is not None)
+
+
+def output_file(path: str | None) -> Path | None:
+    """Where the figures go, checked before they are measured.
+
+    Raises:
+        ValueError: for a folder, or a file in a folder that is not there.
+    """
+    if path is None:
+        return None
+    file = Path(path)
+    if not path or file.is_dir() or not file.parent.is_dir():
+        raise ValueError(f"--output takes a file in a folder that is there, got {path!r}")
+    return file
 
 
 def median_seconds(

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from torch import Tensor
 
 from eagle_fsd.acceptance import AcceptanceRule, Exact, add_rule_arguments, rule_from_args
@@ -198,6 +199,26 @@ class Answerer:
             self._stop += check_stops(conversation.stop_str)
             self._stop_ids = tuple(conversation.stop_token_ids or ())
 
+    def check(self, questions: Sequence[Question]) -> None:
+        """Refuses what the target's chat template cannot say, before anything is answered.
+
+        Raises:
+            ValueError: for a system message or several turns without a chat template, or a system
+                message that the template refuses or drops.
+        """
+        if self._config.template is not None:
+            return
+        tokenizer, system = self._decoder.tokenizer, self._config.system
+        if not getattr(tokenizer, "chat_template", None):
+            needs = "--system" if system is not None else "a second turn"
+            if system is not None or any(len(question.turns) > 1 for question in questions):
+                raise ValueError(
+                    f"the target has no chat template, which {needs} needs; name one of FastChat's "
+                    "with --template NAME"
+                )
+        elif system is not None:
+            _check_system(system, tokenizer)
+
     def warm_up(self, question: Question) -> None:
         """A short request, so that the first timed one pays for nothing but itself."""
         with _named(question):
@@ -291,6 +312,26 @@ class Answerer:
             stop_ids=self._stop_ids,
             seed=seed,
             tree=self._decoder.tree,  # left out, exact decoding may do without one
+        )
+
+
+def _check_system(system: str, tokenizer: Any) -> None:
+    user = {"role": "user", "content": "?"}
+    both = [[{"role": "system", "content": system}, user], [user]]
+    try:
+        with_it, without = (
+            tokenizer.apply_chat_template(each, add_generation_prompt=True, tokenize=False)
+            for each in both
+        )
+    except TemplateError as error:
+        raise ValueError(
+            f"the target's chat template refuses a system message ({error}); leave out --system or "
+            "name one of FastChat's with --template NAME"
+        ) from error
+    if with_it == without or system.strip() not in with_it:
+        raise ValueError(
+            "the target's chat template drops system messages; leave out --system or name one of "
+            "FastChat's with --template NAME"
         )
 
 

@@ -27,6 +27,10 @@ from filelock import FileLock, Timeout
 from evaluation.questions import Question
 
 AUTO = "auto"
+# Settings of which "auto" goes with whatever it came to.
+CAN_BE_AUTO = ("dtype", "device", "tree", "draft_vocab")
+# None where the files of a model are not on this machine yet: unknown, no other model.
+CAN_BE_UNKNOWN = ("target_sha256", "draft_model_sha256")
 
 _RUN = "run.json"
 _QUESTIONS = "questions.jsonl"
@@ -68,6 +72,16 @@ def read_answers(folder: str | Path) -> list[dict[str, Any]]:
         ValueError: for a malformed line, by its number.
     """
     return RunFolder(folder, read_run(folder)["model_id"]).answers()
+
+
+def settings_agree(name: str, stored: Any, asked: Any) -> bool:
+    """Whether a setting is that of a stored run.
+
+    "auto" goes with what it can have come to, and a digest that is unknown with any.
+    """
+    is_auto = name in CAN_BE_AUTO and asked == AUTO
+    is_unknown = name in CAN_BE_UNKNOWN and None in (stored, asked)
+    return bool(stored == asked) or is_auto or is_unknown
 
 
 def safe_model_id(text: str) -> str:
@@ -131,12 +145,14 @@ class RunFolder:
         """The run.json of a run with these settings; None in a new folder.
 
         Args:
-            settings: ready for JSON; the value "auto" goes with every stored one.
+            settings: ready for JSON; see `settings_agree`.
 
         Raises:
             ValueError: when the folder holds a run with other settings, or something else.
         """
         if not (self.folder / _RUN).exists():
+            # What a run that was killed in its first moment left of its first file.
+            _temporary(self.folder / _RUN).unlink(missing_ok=True)
             if self.folder.is_dir() and any(path.name != _LOCK for path in self.folder.iterdir()):
                 raise ValueError(
                     f"output folder {str(self.folder)!r} holds no run and is not empty; name "
@@ -148,7 +164,7 @@ class RunFolder:
         asked = json.loads(json.dumps(dict(settings)))
         for name in [*asked, *(name for name in stored if name not in asked)]:
             found, wanted = stored.get(name), asked.get(name)
-            if wanted not in (found, AUTO):
+            if not settings_agree(name, found, wanted):
                 raise ValueError(
                     f"{str(self.folder)!r} holds a run with {name} {found!r}, asked for is "
                     f"{wanted!r}; give its settings or name another --output"

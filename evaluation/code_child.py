@@ -252,6 +252,7 @@ def _steps(source: bytes, folder: str, token_fd: int, result_fd: int) -> Iterato
             vars(holder).pop(name, None)
     os.supports_dir_fd.clear()  # what removes a tree by descriptors does it by paths then
     vars(_posixsubprocess)["fork_exec"] = _refuse_process
+    vars(sys)["settrace"] = _keep_trace
     sys.modules["program"] = sys.modules["__main__"] = module
     sys.addaudithook(guard(folder, frozenset((token_fd, result_fd))))
     steps: tuple[Callable[[], None], ...] = (partial(exec, code, vars(module)), prove)
@@ -260,6 +261,12 @@ def _steps(source: bytes, folder: str, token_fd: int, result_fd: int) -> Iterato
 
 def _refuse_process(*_arguments: object) -> NoReturn:
     raise PermissionError("starting a process is not allowed here")
+
+
+def _keep_trace(function: object) -> None:
+    """Lets `doctest` put back that nothing traces; the event would not tell what is set."""
+    if function is not None:
+        _refuse("sys.settrace")
 
 
 def _message(error: BaseException) -> str:

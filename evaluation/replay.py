@@ -19,7 +19,6 @@ import argparse
 import dataclasses
 import json
 import math
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -42,9 +41,11 @@ from evaluation.answers import RunFolder, digest
 from evaluation.arms import loaded_target
 from evaluation.environment import environment
 from evaluation.frontier import draw
+from evaluation.lines import LineFile
+from evaluation.prompts import first_turns
 from evaluation.questions import Question, add_selection_arguments, select
-from evaluation.settings import model_settings
-from evaluation.tasks import load_questions
+from evaluation.settings import model_digests, model_settings
+from evaluation.tasks import load_questions, stand_in_note
 
 SUMS_FILE = "replay.jsonl"
 REPORT_FILE = "replay.json"
@@ -84,10 +85,15 @@ class Record:
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ValueError(f"{name} must be a whole number >= 0, got {value!r}")
 
+    @property
+    def lacks_trees(self) -> bool:
+        """Whether nothing was drafted though the answer had room: it was decoded plainly."""
+        return self.num_trees == 0 and self.num_tokens >= MIN_NEW_TOKENS
+
     def to_line(self) -> bytes:
         """JSON, which has no infinity: "inf" then."""
         sums = {rule: [_to_json(x) for x in e.sums] for rule, e in self.sums.items()}
-        return json.dumps(vars(self) | {"sums": sums}).encode("ascii") + b"\n"
+        return json.dumps(vars(self) | {"sums": sums}).encode("ascii")
 
     @classmethod
     def from_line(cls, line: bytes) -> Record:
@@ -108,10 +114,10 @@ class Record:
 
 
 class SumsFile:
-    """The lines of a run, which grow one whole line at a time.
+    """The sums of a run, a line a question.
 
     Args:
-        path: need not exist; a last line that a killed run left unfinished is cut off.
+        path: need not exist.
         rules: written forms that every line must have, in their order.
 
     Raises:
@@ -120,42 +126,29 @@ class SumsFile:
     """
 
     def __init__(self, path: Path, rules: Sequence[str]) -> None:
-        self.path = path
         self.records: dict[int | str, Record] = {}
-        content = path.read_bytes() if path.exists() else b""
-        whole = content[: content.rfind(b"\n") + 1]
-        for number, line in enumerate(whole.split(b"\n")[:-1], start=1):
+        self._file = LineFile(path)
+        for number, line in enumerate(self._file.read(), start=1):
             try:
                 self._add(Record.from_line(line), rules)
             except ValueError as error:
                 raise ValueError(f"{path}, line {number}: {error}") from error
-        if len(whole) < len(content):
-            os.truncate(path, len(whole))
 
     def append(self, record: Record) -> None:
-        """Adds a line; it is on the disk afterwards.
+        """Adds a line, unless it is there; it is on the disk afterwards.
 
         Raises:
             OSError: on a full disk; the earlier lines stay.
         """
-        try:
-            # Unbuffered: nothing is left over for close to write, and to fail at, once more.
-            with self.path.open("ab", buffering=0) as stream:
-                rest = memoryview(record.to_line())
-                while rest:
-                    rest = rest[stream.write(rest) :]
-                os.fsync(stream.fileno())
-        except OSError as error:
-            raise OSError(
-                f"cannot write {self.path}: {error.strerror}; what is there stays, and the same "
-                "command goes on from it"
-            ) from error
-        self.records[record.question_id] = record
+        if self.records.get(record.question_id) != record:
+            self._file.append(record.to_line())
+            self.records[record.question_id] = record
 
     def _add(self, record: Record, rules: Sequence[str]) -> None:
         if list(record.sums) != list(rules):
             raise ValueError("holds other rules than those asked for; name another --output")
-        if record.question_id in self.records:
+        earlier = self.records.get(record.question_id)
+        if earlier is not None and not earlier.lacks_trees:
             raise ValueError(f"question_id {record.question_id!r} comes twice; remove one of them")
         self.records[record.question_id] = record
 
@@ -203,7 +196,8 @@ def build_parser() -> argparse.ArgumentParser:
 def _replay(args: argparse.Namespace, argv: Sequence[str]) -> None:
     sampling = SamplingConfig.from_args(args)
     levels = _levels(args, sampling)
-    names = [] if args.rules == ALL else args.rules.split(",")
+    names = [name.strip() for name in args.rules.split(",")]
+    names = [] if names == [ALL] else names
     for name in names:
         grid(name)  # tells an unknown one before anything is loaded
     for flag, value, least in (
@@ -221,31 +215,31 @@ def _replay(args: argparse.Namespace, argv: Sequence[str]) -> None:
     settings = model_settings(args) | {
         "task": task.name,
         "questions": digest(questions),
-        "rules": args.rules,
+        "rules": ",".join(names) or ALL,
         **requests,
     }
     with folder.locked():
+        print(f"questions: {source}", file=sys.stderr)
         stored = folder.resume(settings)
         if stored is not None:  # what "auto" was then
-            vars(args).update({name: stored["settings"][name] for name in ("dtype", "tree")})
+            settings |= stored["settings"]
+            vars(args).update({name: settings[name] for name in ("dtype", "tree", "draft_vocab")})
         decoder = load_decoder(args)
         rules = choose_rules(names, decoder)
+        fitting = [question for question, _ in first_turns(decoder, selected)]
         facts = environment(loaded_target(decoder))
-        settings |= {"dtype": facts["dtype"], "tree": str(decoder.tree)}
-        if stored is None:
-            record = {"model_id": folder.model_id, "task": task.name, "settings": settings}
-            folder.write_run(record | {"source": source, "argv": argv} | facts)
+        settings |= {"dtype": facts["dtype"], "tree": str(decoder.tree), **model_digests(args)}
+        folder.resume(settings)  # what was loaded may be another model
+        record = {"model_id": folder.model_id, "task": task.name, "source": source, "argv": argv}
+        folder.write_run(record | facts | (stored or {}) | {"settings": settings})
         file = SumsFile(folder.folder / SUMS_FILE, [EXACT, *(rule.spec for rule in rules)])
-        records = replay(decoder, selected, rules, requests, file)
+        records = replay(decoder, fitting, rules, requests, file)
         calibration = summarise(records, settings)
         result = report(calibration, records, levels, args.seed) | {"source": source} | facts
+        result |= {"task": task.name, "num_left_out": len(selected) - len(fitting)}
         write_text(folder.folder / REPORT_FILE, json.dumps(result, indent=1) + "\n")
         draw(calibration, levels, folder.folder / PICTURE_FILE)
-    if args.json:
-        print(json.dumps(result))
-    else:
-        print(f"{calibration.table()}\n\n{frontier_table(result)}\n")
-        print(f"written: {folder.folder / REPORT_FILE}, {folder.folder / PICTURE_FILE}")
+    print(json.dumps(result) if args.json else _shown(calibration, result, folder.folder))
 
 
 def choose_rules(names: Sequence[str], decoder: SpeculativeDecoder) -> list[AcceptanceRule]:
@@ -304,7 +298,8 @@ def replay(
         ValueError: a question that cannot be decoded, by its id.
     """
     total = sum((record.sums[EXACT] for record in file.records.values()), Expectation())
-    todo = [question for question in questions if question.question_id not in file.records]
+    done = {key for key, record in file.records.items() if not record.lacks_trees}
+    todo = [question for question in questions if question.question_id not in done]
     with tqdm(todo, desc="decoding exactly", unit="question") as bar:
         for question in bar:
             record = _record(decoder, question, rules, dict(options))
@@ -325,7 +320,10 @@ def summarise(records: Sequence[Record], settings: dict[str, Any]) -> Calibratio
         ValueError: when nothing was drafted in any of them.
     """
     if not any(record.num_trees for record in records):
-        raise ValueError("no tree was scored: all answers end at once; ask other questions")
+        raise ValueError(
+            "no tree was scored: all answers end at once, or the prompts are longer than what the "
+            "drafter reads; ask other questions"
+        )
     exact, *rows = [
         Row(rule, sum((record.sums[rule] for record in records), Expectation()))
         for rule in records[0].sums
@@ -438,6 +436,15 @@ def frontier_table(result: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _shown(calibration: Calibration, result: Mapping[str, Any], folder: Path) -> str:
+    """All of a replay for people."""
+    parts = [calibration.table(), "", frontier_table(result), ""]
+    parts += stand_in_note(result["task"], result["source"])
+    if result["num_left_out"]:
+        parts.append(f"{result['num_left_out']} left out: the prompt does not fit the context")
+    return "\n".join([*parts, f"written: {folder / REPORT_FILE}, {folder / PICTURE_FILE}"])
+
+
 def _record(
     decoder: SpeculativeDecoder,
     question: Question,
@@ -445,6 +452,7 @@ def _record(
     options: dict[str, Any],
 ) -> Record:
     recorder = Recorder([Exact(), *rules])
+    options["tree"] = decoder.tree  # left out, exact decoding may do without one
     options["seed"] = turn_seed(options["seed"], question.question_id, choice=0, turn=0)
     try:
         stats = decoder.generate(question.turns[0], observer=recorder.observe, **options).stats

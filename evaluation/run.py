@@ -32,7 +32,7 @@ from evaluation.answerer import AnswerConfig, Answerer
 from evaluation.answers import AUTO, RunFolder, digest, safe_model_id
 from evaluation.environment import environment
 from evaluation.questions import Question, add_selection_arguments, select
-from evaluation.settings import full_name, model_settings
+from evaluation.settings import full_name, model_digests, model_settings
 from evaluation.tasks import TASKS, load_questions
 
 # Processes that are done wait for the others, who may have hours to go.
@@ -150,10 +150,15 @@ class _Keeper:
         return _Plan(pending, len(self._chosen) - len(pending), flags | {"device": device})
 
     def start(self, decoder: SpeculativeDecoder, num_processes: int) -> None:
-        """Writes run.json, with what "auto" has come to, and the questions."""
+        """Writes run.json, with what "auto" has come to, and the questions.
+
+        Raises:
+            ValueError: when the run was begun with other files of a model.
+        """
         target = decoder.target
         assert isinstance(target, TargetModel)
         session = self._session | environment(target) | {"num_processes": num_processes}
+        digests = model_digests(self._args)
         if self._stored is None:
             tree = None if self._args.plain else str(decoder.tree)
             self._stored = {
@@ -161,12 +166,14 @@ class _Keeper:
                 "kind": self._task.kind,
                 "source": self._source,
                 "model_id": self._folder.model_id,
-                "settings": self._settings | {"dtype": session["dtype"], "tree": tree},
+                "settings": self._settings | {"dtype": session["dtype"], "tree": tree} | digests,
                 **session,
                 "resumed": [],
             }
         else:
-            self._stored = self._stored | {"resumed": [*self._stored["resumed"], session]}
+            self._folder.resume(self._settings | digests)  # what was loaded may be another model
+            self._stored["settings"] |= digests
+            self._stored["resumed"].append(session)
         self._folder.write_run(self._stored)
         asked = self._answered | {question.question_id for question in self._chosen}
         self._folder.write_questions(q for q in self._questions if q.question_id in asked)
@@ -210,10 +217,7 @@ def answer_questions(args: argparse.Namespace, argv: Sequence[str]) -> None:
     settings = model_settings(args) | config.settings()
     if config.is_plain:
         settings["tree"] = None
-    name = f"{Path(args.target).name}-{settings['rule']}"
-    if settings["budget"] is not None:
-        name += f"-budget-{settings['budget']}"
-    folder = RunFolder(args.output, args.model_id or safe_model_id(name))
+    folder = RunFolder(args.output, args.model_id or _default_model_id(settings))
     state = _processes(args.device)
     with ExitStack() as stack:
         keeper = None
@@ -235,6 +239,7 @@ def answer_questions(args: argparse.Namespace, argv: Sequence[str]) -> None:
             # What "auto" comes to can differ between machines.
             decoder.tree = broadcast_object_list([decoder.tree])[0]
             answerer = Answerer(decoder, config, folder.model_id)
+            answerer.check(plan.pending)
             if keeper:
                 keeper.start(decoder, state.num_processes)
             state.wait_for_everyone()  # no answer before run.json
@@ -243,6 +248,14 @@ def answer_questions(args: argparse.Namespace, argv: Sequence[str]) -> None:
         if keeper:
             print(keeper.finish())
     state.destroy_process_group()
+
+
+def _default_model_id(settings: Mapping[str, Any]) -> str:
+    """Target and rule."""
+    name = f"{Path(settings['target']).name}-{settings['rule']}"
+    if settings["budget"] is not None:
+        name += f"-budget-{settings['budget']}"
+    return safe_model_id(name)
 
 
 def _processes(device: str) -> PartialState:

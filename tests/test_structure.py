@@ -30,6 +30,7 @@ COMMANDS = [
     "evaluation.score",
     "evaluation.speed",
     "evaluation.replay",
+    "evaluation.judge",
     "benchmarks.tree",
     "benchmarks.cycle",
     "benchmarks.attention",

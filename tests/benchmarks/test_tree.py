@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
 import pytest
 
+from benchmarks import tree as tree_module
+from benchmarks.timing import models_of
 from benchmarks.tree import (
     DEPTHS,
     PASS_SIZES,
@@ -21,6 +24,8 @@ from benchmarks.tree import (
 )
 from eagle_fsd import SpeculativeDecoder, TreeConfig
 from eagle_fsd.target import TargetModel
+from eagle_fsd.tuning import TREES_FILE, load_choice, setting_of
+from tests.benchmarks.models import saved
 from tests.stubs import head_drafter, random_prompt, tiny_model
 
 FREE = Costs(
@@ -91,6 +96,65 @@ def test_answers_of_one_token_have_nothing_to_choose_by() -> None:
     # Beside a text with places, an empty one changes nothing.
     longer = {(d, k): [[2, 10]] * 9 for d in DEPTHS for k in TOP_KS}
     assert predict(FREE, [longer, text]) == predict(FREE, [longer])
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    target, head, questions = saved(tmp_path_factory.mktemp("models"))
+    return [
+        *("--target", target, "--draft-head", head, "--questions", questions),
+        *("--dtype", "float32", "--device", "cpu", "--max-new-tokens", "8", "--check", "1"),
+        *("--limit", "3"),
+    ]
+
+
+def test_the_command_stores_the_best_tree_and_writes_its_figures(
+    command: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path / "cache"))
+    output = tmp_path / "tree.json"
+    assert main([*command, "--output", str(output)]) == 0
+    printed = capsys.readouterr().out
+    assert "1 questions left out: too long for the context" in printed
+    figures = json.loads(output.read_text())
+    assert len(figures["predictions"]) == len(list(trees()))
+    decoder = SpeculativeDecoder.from_pretrained(
+        command[1], draft_head=command[3], dtype="float32", device="cpu"
+    )
+    assert figures["setting"] == setting_of(*models_of(decoder))
+    choice = load_choice(figures["setting"])
+    assert choice is not None
+    assert choice.tree == decoder.tree
+    assert f"best: --tree {choice.tree}, {choice.ratio:.2f} times" in printed
+    assert figures["live"][str(choice.tree)]["acceptance_length"] >= 1.0
+
+
+def test_a_dry_run_stores_nothing_and_what_was_measured_stays_when_the_rest_fails(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path / "cache"))
+    assert main([*command, "--dry-run"]) == 0
+    assert not (tmp_path / "cache" / TREES_FILE).exists()
+    output = tmp_path / "tree.json"
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(tree_module, "live", fail)
+    assert main([*command, "--output", str(output)]) == 2
+    figures = json.loads(output.read_text())
+    assert figures["predictions"]
+    assert figures["live"] == {}
+
+
+def test_a_file_that_cannot_be_written_is_refused_first(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command, "--target", "absent", "--output", "absent/tree.json"]) == 2
+    assert "--output takes a file in a folder that is there" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -150,6 +150,31 @@ def test_auto_goes_with_what_is_stored_and_a_model_id_does_not_change(tmp_path: 
         RunFolder(tmp_path, "n").resume(SETTINGS)
 
 
+def test_only_what_can_come_to_something_may_be_auto(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, "m")
+    stored = {"dtype": "float32", "tree": "4,2,2", "draft_vocab": "64", "system": "be kind"}
+    folder.write_run({"model_id": "m", "settings": stored | {"target_sha256": None}})
+    auto = dict.fromkeys(("dtype", "tree", "draft_vocab"), "auto")
+    assert folder.resume(stored | auto | {"target_sha256": "a"}) is not None
+    with pytest.raises(ValueError, match="system 'be kind', asked for is 'auto'"):
+        folder.resume(stored | {"system": "auto"})
+    folder.write_run({"model_id": "m", "settings": stored | {"target_sha256": "a"}})
+    assert folder.resume(stored | {"target_sha256": None}) is not None
+    with pytest.raises(ValueError, match="target_sha256 'a', asked for is 'b'"):
+        folder.resume(stored | {"target_sha256": "b"})
+
+
+def test_killed_while_its_first_file_is_written_a_run_can_begin_again(tmp_path: Path) -> None:
+    (tmp_path / "run.json.tmp").write_text('{"sett')
+    folder = RunFolder(tmp_path, "m")
+    with folder.locked():
+        assert folder.resume(SETTINGS) is None
+    assert not (tmp_path / "run.json.tmp").exists()
+    (tmp_path / "mine.tmp").write_text("mine")
+    with pytest.raises(ValueError, match="holds no run and is not empty"):
+        folder.resume(SETTINGS)
+
+
 def test_a_folder_of_something_else_is_refused_a_new_or_locked_one_is_not(tmp_path: Path) -> None:
     assert RunFolder(tmp_path / "absent", "m").resume(SETTINGS) is None
     folder = RunFolder(tmp_path / "deep" / "new", "m")

@@ -68,6 +68,7 @@ def children() -> set[int]:
         "from dataclasses import dataclass\n@dataclass\nclass A: x: 'int'\nassert A(1) == A(1)",
         "if __name__ == '__main__': input()",
         "for _ in range(20000): print('x' * 100)",
+        "def f(): pass\nf.__doc__ = '>>> f()'\nimport doctest\nassert doctest.testmod() == (0, 1)",
         "import threading\nthreading.Thread(target=threading.Event().wait).start()",
     ],
 )
@@ -141,6 +142,8 @@ def test_an_endless_program_is_stopped_in_time(execute, program: str) -> None:
         "import os\nos.open('/', os.O_RDONLY)",
         "import gc\ngc.get_objects()",
         "import sys\nsys._current_frames()",
+        "import sys\nsys.settrace(print)",
+        "import sys\nsys.setprofile(print)",
     ],
 )
 def test_what_leaves_the_process_is_refused(execute, program: str) -> None:

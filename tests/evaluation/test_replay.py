@@ -15,9 +15,11 @@ import torch
 from eagle_fsd.acceptance import RULES, build_rule
 from eagle_fsd.calibrate import Calibration, Row, grid
 from eagle_fsd.checkpoint import save_head
+from eagle_fsd.config import TreeConfig
 from eagle_fsd.decoder import SpeculativeDecoder
 from eagle_fsd.divergence import INFINITE_UNDER_REDUCED_VOCAB
 from eagle_fsd.recorder import Expectation, Recorder
+from eagle_fsd.tuning import TreeChoice, setting_of, store_choice
 from evaluation.answerer import turn_seed
 from evaluation.frontier import best_lines, draw, lines
 from evaluation.questions import read_questions
@@ -321,10 +323,10 @@ def test_a_folder_of_other_settings_is_refused_and_kept(
         (b'{"question_id": 1, "sums": {"exact": [1]}}\n', "line 2: not the sums of a question"),
         (b"\n", "line 2: not the sums of a question"),
         (
-            record(1, 1.0, 1.0).to_line().replace(b": 1,", b": [1],", 1),
+            record(1, 1.0, 1.0).to_line().replace(b": 1,", b": [1],", 1) + b"\n",
             "line 2: not the sums of a question",
         ),
-        (record(8, 1.0, 1.0).to_line(), "line 2: holds other rules than those asked for"),
+        (record(8, 1.0, 1.0).to_line() + b"\n", "line 2: holds other rules than those asked for"),
         (None, "line 2: question_id 'q0' comes twice"),
     ],
 )
@@ -349,12 +351,12 @@ def test_a_malformed_line_is_named_by_its_number(
 def test_a_full_disk_is_told_and_loses_nothing(tmp_path: Path) -> None:
     file = SumsFile(tmp_path / SUMS_FILE, ["exact", "fuzzy:1:js"])
     file.append(record(1, 1.5, 1.0))
-    full = SumsFile(Path("/dev/full").parent / "none", [])
-    full.path = Path("/dev/full")
-    with pytest.raises(OSError, match=r"cannot write /dev/full: No space left.*goes on from it"):
+    full = SumsFile(tmp_path / "full", [])
+    (tmp_path / "full").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"cannot write .*full: No space left.*goes on from it"):
         full.append(record(2, 1.5, 1.0))
     assert not full.records
-    assert list(SumsFile(file.path, ["exact", "fuzzy:1:js"]).records) == [1]
+    assert list(SumsFile(tmp_path / SUMS_FILE, ["exact", "fuzzy:1:js"]).records) == [1]
 
 
 # The picture
@@ -463,15 +465,72 @@ def test_bad_input_is_one_line_and_status_2_and_writes_nothing(
     assert not output.exists()
 
 
-def test_a_question_that_does_not_fit_is_named_and_the_others_are_kept(
-    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_question_that_does_not_fit_is_left_out_and_counted(
+    models: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     questions = tmp_path / "questions.jsonl"
     long = {"question_id": 9, "turns": ["x" * 400]}
-    questions.write_text((models / "fewer.jsonl").read_text() + json.dumps(long) + "\n")
+    first, *others = (models / "fewer.jsonl").read_text().splitlines(keepends=True)
+    long = json.dumps({"question_id": 9, "turns": ["x" * 400]}) + "\n"
+    questions.write_text("".join([first, long, *others]))
     output = tmp_path / "output"
-    assert status(arguments(models, output, task=questions)) == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("error: question 9: the prompt has ")
+    assert main(arguments(models, output, task=questions)) == 0
+    printed = capsys.readouterr()
+    assert "1 left out: the prompt does not fit the context" in printed.out
+    assert f"questions: the file {questions}" in printed.err
+    assert (result(output)["num_left_out"], result(output)["num_prompts"]) == (1, 3)
     assert len((output / SUMS_FILE).read_bytes().splitlines()) == 3
-    assert main(arguments(models, output, task=questions, limit=3)) == 0
+    assert (output / SUMS_FILE).read_bytes() in (whole / SUMS_FILE).read_bytes()
+    questions.write_text(long)
+    assert status(arguments(models, tmp_path / "none", task=questions)) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: none of 1 prompts")
+    assert not (tmp_path / "none" / "run.json").exists()
+
+
+# Where plain decoding is known to be faster
+
+
+def test_trees_are_drafted_where_auto_decodes_plainly(
+    models: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path / "cache"))
+    decoder = SpeculativeDecoder.from_pretrained(
+        models / "target", draft_head=models / "head", device="cpu"
+    )
+    setting = setting_of(decoder.target, decoder.drafter)  # type: ignore[arg-type]
+    store_choice(setting, TreeChoice(TreeConfig.parse("6,3,2"), 0.8))  # type: ignore[arg-type]
+    output = tmp_path / "output"
+    assert main(arguments(models, output, tree="auto", limit=2)) == 0
+    assert main(arguments(models, output, tree="auto")) == 0
+    assert (output / SUMS_FILE).read_bytes() == (whole / SUMS_FILE).read_bytes()
+    assert by_rule(output) == by_rule(whole)
+
+
+def test_sums_without_trees_are_made_again_and_what_is_made_alike_is_kept(
+    models: Path, whole: Path, tmp_path: Path
+) -> None:
+    lines = (whole / SUMS_FILE).read_bytes().splitlines(keepends=True)
+    empty = json.loads(lines[1])
+    empty["num_trees"] = 0
+    empty["sums"] = {rule: [0] * len(sums) for rule, sums in empty["sums"].items()}
+    (tmp_path / "run.json").write_bytes((whole / "run.json").read_bytes())
+    plain = json.dumps(empty).encode() + b"\n"
+    (tmp_path / SUMS_FILE).write_bytes(lines[0] + plain)
+    assert main(arguments(models, tmp_path)) == 0
+    assert (tmp_path / SUMS_FILE).read_bytes() == lines[0] + plain + b"".join(lines[1:])
+    assert by_rule(tmp_path) == by_rule(whole)
+    short = dataclasses.replace(Record.from_line(plain), num_tokens=1)
+    assert Record.from_line(plain).lacks_trees
+    assert not short.lacks_trees
+    file = SumsFile(tmp_path / "sums", list(short.sums))
+    for each in (short, short):
+        file.append(each)
+    assert len((tmp_path / "sums").read_bytes().splitlines()) == 1
+
+
+def test_blanks_between_rules_mean_nothing(models: Path, whole: Path, tmp_path: Path) -> None:
+    for name in ("run.json", SUMS_FILE):
+        (tmp_path / name).write_bytes((whole / name).read_bytes())
+    assert main(arguments(models, tmp_path, rules=POINTS.replace(",", " , "))) == 0
+    assert by_rule(tmp_path) == by_rule(whole)

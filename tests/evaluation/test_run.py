@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from eagle_fsd.checkpoint import save_head
 from eagle_fsd.config import SamplingConfig
 from eagle_fsd.decoder import SpeculativeDecoder
 from eagle_fsd.target import TargetModel
-from evaluation import run
+from evaluation import run, settings
 from evaluation.answerer import AnswerConfig, Answerer, turn_seed
 from evaluation.answers import read_answers, read_run
 from evaluation.questions import Question, read_questions
@@ -336,9 +337,9 @@ def test_what_auto_came_to_is_kept_and_used_again(
     questions = write_questions(tmp_path, 4)
     auto = ["--tree", "auto", "--dtype", "auto", "--device", "auto", "--limit"]
     assert main(flags(models_, questions, tmp_path / "run", *auto, "1")) == 0
-    settings = read_run(tmp_path / "run")["settings"]
-    assert settings["dtype"] == "float32"
-    tree = settings["tree"]
+    stored = read_run(tmp_path / "run")["settings"]
+    assert stored["dtype"] == "float32"
+    tree = stored["tree"]
     assert tree != "auto"
     loaded = []
 
@@ -405,6 +406,43 @@ def test_changed_questions_or_a_retrained_head_are_another_run(
     write_questions(tmp_path, 2)
     save_head(tiny_head(seed=5), head)
     assert "holds a run with draft_head_sha256 '" in refused(arguments, capsys)
+
+
+def test_a_target_that_was_replaced_in_its_place_is_another_run(
+    models_: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = shutil.copytree(models_[0], tmp_path / "target")
+    arguments = flags((str(target), models_[1]), write_questions(tmp_path, 2), tmp_path / "run")
+    assert main([*arguments, "--limit", "1"]) == 0
+    shutil.rmtree(target)
+    shutil.copytree(models_[0], target)  # the same files again
+    assert main(arguments) == 0
+    tiny_model(seed=7).save_pretrained(target)
+    assert "holds a run with target_sha256 '" in refused(arguments, capsys)
+
+
+def test_a_model_that_was_not_here_at_first_is_noted_when_it_is_loaded(
+    models_: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = flags(models_, write_questions(tmp_path, 2), tmp_path / "run")
+    digests = settings.model_digests
+    with monkeypatch.context() as patch:
+        absent = {"target_sha256": None, "draft_model_sha256": None}
+        patch.setattr(settings, "model_digests", lambda _: absent)
+        assert main([*arguments, "--limit", "1"]) == 0
+    found = read_run(tmp_path / "run")["settings"]["target_sha256"]
+    assert found == digests(run.build_parser().parse_args(arguments))["target_sha256"] is not None
+    assert main(arguments) == 0
+
+
+def test_a_link_to_a_target_names_the_model_that_it_leads_to(
+    models_: tuple[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "link").symlink_to(models_[0])
+    questions = write_questions(tmp_path, 1)
+    assert main(flags((str(tmp_path / "link"), models_[1]), questions, tmp_path / "run")) == 0
+    assert main(flags(models_, questions, tmp_path / "run")) == 0
+    assert read_run(tmp_path / "run")["model_id"] == "target-exact"
 
 
 @pytest.mark.parametrize(
@@ -512,6 +550,62 @@ def test_messages_that_the_chat_template_refuses_are_named_by_their_question(
     for ask in (answerer.answer, answerer.warm_up):
         with pytest.raises(ValueError, match="question 'x': the target's chat template refuses"):
             ask(question)
+
+
+@pytest.mark.parametrize(
+    ("template", "turns", "system", "words"),
+    [
+        (
+            None,
+            ("w1", "w2"),
+            None,
+            "no chat template, which a second turn needs; .*--template NAME",
+        ),
+        (None, ("w1",), "w9", "no chat template, which --system needs; .*--template NAME"),
+        (
+            "{% for m in messages if m['role'] != 'system' %}{{ m['content'] }} {% endfor %}",
+            ("w1",),
+            "w9",
+            "drops system messages; leave out --system",
+        ),
+        (
+            "{% if messages[1:] %}be kind {% endif %}{{ messages[-1]['content'] }}",
+            ("w1",),
+            "w9",
+            "drops",
+        ),
+        ("{{ raise_exception('none here') }}", ("w1",), "w9", r"refuses a system .*none here"),
+        (None, ("w1",), None, None),
+        (CHAT_TEMPLATE, ("w1", "w2"), " w9 ", None),
+        ("{{ messages[0]['content'] | trim }} {{ messages[-1]['content'] }}", ("w1",), " w9", None),
+    ],
+)
+def test_what_the_chat_template_cannot_say_is_refused_before_anything_is_answered(
+    decoder: SpeculativeDecoder,
+    template: str | None,
+    turns: tuple[str, ...],
+    system: str | None,
+    words: str | None,
+) -> None:
+    decoder.tokenizer.chat_template = template
+    answerer = Answerer(decoder, config(system=system), "m")
+    questions = [Question(1, "", ("w1",)), Question(2, "", turns)]
+    if words is None:
+        answerer.check(questions)
+        return
+    with pytest.raises(ValueError, match=words):
+        answerer.check(questions)
+
+
+def test_a_system_message_that_would_be_dropped_leaves_no_run(
+    models_: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = shutil.copytree(models_[0], tmp_path / "target")
+    (target / "chat_template.jinja").write_text("{{ messages[-1]['content'] }}")
+    models = (str(target), models_[1])
+    arguments = flags(models, write_questions(tmp_path, 2), tmp_path / "run", "--system", "w9")
+    assert "drops system messages" in refused(arguments, capsys)
+    assert not (tmp_path / "run" / "run.json").exists()
 
 
 def test_a_fastchat_template_is_tokenised_with_one_beginning_and_its_stops_hold(

@@ -92,11 +92,49 @@ def test_math_is_right_by_its_number(tmp_path: Path, capsys) -> None:
     assert "4/4" in printed
 
 
-def test_every_choice_is_a_trial(tmp_path: Path) -> None:
-    choices = [[turn("4", [1])], [turn("5", [1])], [turn("4", [1])]]
-    folder = save(tmp_path / "a", MATH[:1], {1: choices})
+def test_a_question_is_one_trial_however_many_choices_it_has(tmp_path: Path) -> None:
+    one = save(tmp_path / "one", MATH[:2], {1: [[turn("4", [1])]], 2: [[turn("5", [1])]]})
+    alike = {1: [[turn("4", [1])]] * 3, 2: [[turn("5", [1])]] * 3}
+    three = save(tmp_path / "three", MATH[:2], alike)
+    assert main([one, three]) == 0
+    assert scores(one)["accuracy"] == scores(three)["accuracy"]
+    assert scores(three)["num_turns"] == 6
+    mixed = {1: [[turn("4", [1])], [turn("5", [1])]], 2: [[turn("5", [1])]] * 2}
+    folder = save(tmp_path / "mixed", MATH[:2], mixed)
     assert main([folder]) == 0
-    assert (scores(folder)["accuracy"]["num_right"], scores(folder)["num_turns"]) == (2, 3)
+    accuracy = scores(folder)["accuracy"]
+    assert (accuracy["num_right"], accuracy["num_scored"], accuracy["share"]) == (0.5, 2, 0.25)
+
+
+def test_the_macro_acceptance_length_is_over_questions(tmp_path: Path) -> None:
+    answers = {
+        1: [[turn("4", [1] * 5, cycles=1), turn("4", [1] * 3, cycles=2)]],
+        2: [[turn("4", [1] * 4, cycles=1), turn("4", [1], cycles=0)]],
+    }
+    folder = save(tmp_path / "a", MATH[:2], answers)
+    assert main([folder]) == 0
+    assert scores(folder)["acceptance_length"] == {"micro": 9 / 4, "macro": 2.5}
+
+
+def test_a_stand_in_for_the_tasks_questions_is_told(tmp_path: Path, capsys) -> None:
+    folder = Path(save(tmp_path / "a", MATH, simple({1: "4"})))
+    record = json.loads((folder / "run.json").read_text())
+    source = "our own 40 word problems, since gsm8k was not reachable (no)"
+    (folder / "run.json").write_text(json.dumps(record | {"task": "gsm8k", "source": source}))
+    assert main([str(folder)]) == 0
+    printed = capsys.readouterr()
+    assert f"questions: {source}" in printed.err
+    last = printed.out.splitlines()[-1]
+    assert last == f"model: not the questions of gsm8k, but {source}"
+    assert scores(str(folder))["source"] == source
+
+
+def test_what_drafts_may_differ_from_the_exact_run(tmp_path: Path) -> None:
+    drafts = {"draft_vocab": "64", "draft_head_sha256": "a", "draft_model_sha256": "b"}
+    ours = save(tmp_path / "ours", MATH, simple({1: "4"}), rule="fuzzy:0.3:js", **drafts)
+    plain = {"rule": "plain", "draft_vocab": "auto", "tree": None, "target_sha256": "c"}
+    exact = save(tmp_path / "exact", MATH, simple({1: "4"}), **plain)
+    assert main([ours, "--exact", exact]) == 0
 
 
 def test_cuts_repetition_and_costs_are_counted(tmp_path: Path) -> None:
@@ -155,6 +193,7 @@ def test_a_run_is_compared_with_an_exact_one_by_turn(tmp_path: Path, capsys) -> 
     [
         ({"temperature": 1.0}, {1: "4"}, "temperature 0.0, the exact run .* has 1.0"),
         ({"target": "other"}, {1: "4"}, "target 'demo'"),
+        ({"target_sha256": "b"}, {1: "4"}, "target_sha256 'a', the exact run .* has 'b'"),
         ({"rule": "fuzzy:0.1:js"}, {1: "4"}, "is a run of rule 'fuzzy:0.1:js'"),
         ({}, {1: "4", 2: "5"}, "1 questions are answered in only one"),
     ],
@@ -162,7 +201,8 @@ def test_a_run_is_compared_with_an_exact_one_by_turn(tmp_path: Path, capsys) -> 
 def test_runs_that_cannot_be_compared_are_refused(
     tmp_path: Path, capsys, changes, texts, words
 ) -> None:
-    ours = save(tmp_path / "ours", MATH, simple({1: "4"}), rule="fuzzy:0.3:js")
+    relaxed = {"rule": "fuzzy:0.3:js", "target_sha256": "a"}
+    ours = save(tmp_path / "ours", MATH, simple({1: "4"}), **relaxed)
     exact = save(tmp_path / "exact", MATH, simple(texts), **changes)
     assert main([ours, "--exact", exact]) == 2
     error = capsys.readouterr().err

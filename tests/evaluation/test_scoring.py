@@ -47,6 +47,17 @@ HOSTILE = [
     (r"so $\boxed{\frac{3}{4}}$ of 20", F(3, 4)),
     (r"\boxed{1{,}234 \text{ apples}} in 5 days", F(1234)),
     (r"\boxed{x = 5}", F(5)),
+    (r"so the result is -\frac{3}{4}", F(-3, 4)),
+    (r"\boxed{-\frac{1}{2}}", F(-1, 2)),
+    (r"\boxed{\frac{-1}{2}}", F(-1, 2)),
+    (r"$-\frac{3}{4}$", F(-3, 4)),
+    (r"3\frac{1}{2}", F(7, 2)),
+    (r"-3\frac{1}{2}", F(-7, 2)),
+    (r"5-\frac{1}{2}", F(1, 2)),
+    (r"\boxed{\frac12}", F(1, 2)),
+    (r"-\dfrac1{12}", F(-1, 12)),
+    ("x = -\u00bd", F(-1, 2)),
+    ("-3\u00bd", F(-7, 2)),
     (r"\boxed{12", F(12)),
     (r"$\$1,000$", F(1000)),
     ("2 + 2 = 4\n#### 4", F(4)),
@@ -55,6 +66,17 @@ HOSTILE = [
     ("#### 18\nThen there were 20 more.", F(18)),
     ("#### 18\n#### 20", F(18)),
     ("#### Step 1\nAdd 3 and 4.\n#### Step 2\n#### 7", F(7)),
+    ("#### 1. Eggs a day\n16-3-4=9\n\n#### 2. Money\n9*2=18\n\nThe answer is 18.", F(18)),
+    ("#### 1. Eggs a day\n9\n#### 2. Money\n9*2=18\n#### 18", F(18)),
+    ("#### **1) Eggs**\n16-3-4=9\n#### 2 - Money\n9*2=18", F(18)),
+    ("##### 3 Eggs for breakfast\nso 16-3=13", F(13)),
+    ("#### 3 eggs are eaten and 4 are baked\nso 16-3-4=9", F(9)),
+    ("#### 18 dollars", F(18)),
+    ("#### 18 dollars a day\n\nShe sells 9 eggs for 2.", F(18)),
+    ("#### 18 dollars\n#### Check\n9 eggs", F(18)),
+    ("#### 18. That is what 9 eggs bring", F(18)),
+    ("#### 1. Eggs\n9\n#### Answer: 18 dollars\nfor 9 eggs", F(18)),
+    ("#### 10 + 8 = 18", F(18)),
     ("The answer is 5. Question: how many are 4 + 5? The answer is 9", F(5)),
     ("#### 5\n\nQuestion: next\n#### 9", F(5)),
     ("It is 5.\n\nQ: And 4 + 5?\nA: 9", F(5)),
@@ -142,6 +164,21 @@ PROMPT = 'import math\n\ndef f(x):\n    """Returns x + 1."""\n'
         "```python\ndef f(x):\n    return x + 1",
         "def f(x):\n    return math.ceil(x) + 1",
         '    """Again."""\n    return x + 1',
+        "def f(x):\n    return x + 1\n\nThis function adds one.",
+        "Here is the function:\n\nimport math\n\ndef f(x):\n    return math.ceil(x) + 1\n",
+        "import the rest yourself:\ndef f(x):\n    return x + 1\n\nIt maps 1 to 2.\nDone, I hope!",
+        "Here is the body:\n\n    return x + 1\n",
+        "y = x + 1\nreturn y",
+        "y = x + 1\nreturn y\n\nThat is the body.",
+        "    y = x\n# one more\n    return y + 1\n",
+        '    y = """a\nb"""\n    return x + 1\n\nprint(f(1))',
+        "```python\nfrom __future__ import annotations\ndef f(x: Missing):\n    return x + 1\n```",
+        "1. Code:\n   ```python\n   def f(x):\n       return x + 1\n   ```\n2. Done.",
+        "- Code:\n\n      ```python\n      def f(x):\n          return x + 1\n      ```",
+        '```python\ndef f(x):\n    """\n    ```\n    """\n    return x + 1\n```',
+        "~~~\ndef f(x):\n    return x + 1\n~~~",
+        "  y = x\n  return y + 1",
+        "\tif x:\n\t\treturn x + 1",
     ],
 )
 def test_an_answer_becomes_a_program(answer: str) -> None:
@@ -186,14 +223,22 @@ def test_wilson_interval_is_that_of_the_book() -> None:
     assert wilson_interval(0, 10)[0] == 0.0
     assert wilson_interval(10, 10)[1] == 1.0
     assert wilson_interval(0, 0) is None
+    low, high = wilson_interval(0.5, 1)  # of one question, half of its answers
+    assert low < 0.1
+    assert high > 0.9
     with pytest.raises(ValueError, match="num_right"):
         wilson_interval(2, 1)
 
 
 def test_acceptance_length_leaves_out_the_token_of_the_prompt() -> None:
-    assert Acceptance.of([(5, 4)]) == Acceptance(1.0, 1.0)  # nothing accepted
-    assert Acceptance.of([(13, 4), (2, 1)]) == Acceptance(13 / 5, 2.0)
-    assert Acceptance.of([(1, 0), (0, 0)]) == Acceptance(None, None)
+    assert Acceptance.of([[(5, 4)]]) == Acceptance(1.0, 1.0)  # nothing accepted
+    assert Acceptance.of([[(13, 4)], [(2, 1)]]) == Acceptance(13 / 5, 2.0)
+    assert Acceptance.of([[(1, 0), (0, 0)], []]) == Acceptance(None, None)
+
+
+def test_the_macro_acceptance_length_is_a_mean_over_questions_not_turns() -> None:
+    two_turns, one = [(13, 4), (3, 2), (1, 0)], [(5, 1)]
+    assert Acceptance.of([two_turns, one]) == Acceptance(18 / 7, (14 / 6 + 4.0) / 2)
 
 
 def test_cost_per_token_is_of_the_turns_with_a_ledger() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
+import math
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -43,6 +45,7 @@ ARM_KEYS = {
     "seconds",
     "attention",
 }
+FILES = {speed.REPORT_FILE, speed.MEASURED_FILE, ".lock"}
 PHASES = ["prefill", "draft", "target", "verify", "commit", "rest"]
 
 
@@ -258,9 +261,11 @@ def test_a_run_writes_the_report_of_all_arms(
     assert result["arms"]["hf"]["attention"] == "sdpa"
     assert result["peak_memory"]["bytes"] > 0
     assert result["notes"] == []
-    assert [path.name for path in tmp_path.iterdir()] == [speed.REPORT_FILE]
-    shown = capsys.readouterr().out
-    assert all(f"\n{name} " in shown for name in arms.split(","))
+    assert result["source"] == f"the file {models['questions.jsonl']}"
+    assert set(os.listdir(tmp_path)) == FILES  # noqa: PTH208
+    printed = capsys.readouterr()
+    assert all(f"\n{name} " in printed.out for name in arms.split(","))
+    assert f"questions: the file {models['questions.jsonl']}" in printed.err
 
 
 def test_without_a_head_the_draft_model_drafts_for_the_rules_too(
@@ -330,6 +335,107 @@ def test_a_run_that_is_broken_off_leaves_the_figures_so_far(
     assert len(result["per_question"]) == 2
 
 
+def test_the_same_command_goes_on_and_measures_no_question_twice(
+    models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, int]] = []
+
+    def noted(arm: Any, request: Request) -> Answer:
+        asked.append((arm.name, request.seed))
+        return answer(arm, request)
+
+    answer = speed.answer
+    arguments = flags(models, tmp_path, "plain,exact,fuzzy:0.2:js", "--temperature", "1")
+    with monkeypatch.context() as patch:  # the second question's first answer is the fourth
+        patch.setattr(speed, "answer", fail_at(4, KeyboardInterrupt(), noted))
+        assert main(arguments) == 130
+    first = read(tmp_path)["per_question"]
+    with (tmp_path / speed.MEASURED_FILE).open("ab") as stream:
+        stream.write(b'{"question_id": 81, "num_pro')  # cut off by a kill
+    (tmp_path / speed.REPORT_FILE).unlink()  # killed before it was written
+    monkeypatch.setattr(speed, "answer", noted)
+    assert main(arguments) == 0
+    assert main([*arguments, "--limit", "5"]) == 0
+    assert len(asked) == len(set(asked)) == 5 * 3
+    assert [name for name, _ in asked[::3]] == ["plain", "exact", "fuzzy:0.2:js", "plain", "exact"]
+    result = read(tmp_path)
+    assert [each["question_id"] for each in result["per_question"]] == [80, 81, 82, 83, 84]
+    assert result["per_question"][:1] == first
+    assert result["arms"]["exact"]["acceptance_by_depth"]
+    assert result["resumed"] == []
+    finished = (tmp_path / speed.REPORT_FILE).read_bytes()
+    assert main([*arguments, "--limit", "5"]) == 0
+    assert (tmp_path / speed.REPORT_FILE).read_bytes() == finished
+    assert main([*arguments, "--limit", "2", "--tree", "auto", "--device", "auto"]) == 0
+    assert len(asked) == 5 * 3
+    assert [each["question_id"] for each in read(tmp_path)["per_question"]] == [80, 81]
+
+
+def test_another_machine_is_refused_and_other_versions_are_noted(
+    models: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    environment = speed.environment
+    arguments = flags(models, tmp_path, "plain", "--limit", "1")
+    assert main(arguments) == 0
+
+    def elsewhere(target: Any) -> dict[str, Any]:
+        return environment(target) | {"machine": {"cpu": "another"}}
+
+    def later(target: Any) -> dict[str, Any]:
+        return environment(target) | {"git_commit": "later"}
+
+    monkeypatch.setattr(speed, "environment", elsewhere)
+    assert main([*arguments, "--limit", "2"]) == 2
+    assert "{'cpu': 'another'}; name another folder" in capsys.readouterr().err
+    monkeypatch.setattr(speed, "environment", later)
+    assert main([*arguments, "--limit", "2"]) == 0
+    result = read(tmp_path)
+    assert result["num_questions"] == 2
+    assert [each["git_commit"] for each in result["resumed"]] == ["later"]
+    assert result["environment"]["git_commit"] != "later"
+
+
+def test_a_measurement_survives_its_line() -> None:
+    target = TargetModel(tiny_model())
+    decoder = SpeculativeDecoder(target, head_drafter(target), None, TREE)
+    arms = build_arms(parse_arms("hf,plain,fuzzy:inf:js"), decoder)
+    (measured,) = measure(arms, prompts_of(1))
+    fields = json.loads(measured.to_line(), parse_constant=pytest.fail)
+    assert Measurement.from_fields(fields) == measured
+    stats = measured.answers["fuzzy:inf:js"].stats
+    assert stats is not None
+    stats.kl_spent = math.inf
+    fields = json.loads(measured.to_line(), parse_constant=pytest.fail)
+    assert Measurement.from_fields(fields) == measured
+    for bad in ({}, {"answers": 3}, fields | {"more": 1}):
+        with pytest.raises(ValueError, match="not a measured question"):
+            Measurement.from_fields(bad)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (b"{not json}", "line 1: "),
+        (b"[1]", "line 1: not a measured question"),
+        (b'{"settings": {}}', "line 1: "),
+    ],
+)
+def test_a_spoilt_file_is_told_by_its_line_and_kept(
+    models: dict[str, str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    line: bytes,
+    words: str,
+) -> None:
+    (tmp_path / speed.MEASURED_FILE).write_bytes(line + b"\n")
+    assert main(flags(models, tmp_path, "plain")) == 2
+    assert words in capsys.readouterr().err
+    assert (tmp_path / speed.MEASURED_FILE).read_bytes() == line + b"\n"
+
+
 def test_a_full_disk_is_told_and_the_figures_before_it_stay(
     models: dict[str, str],
     tmp_path: Path,
@@ -342,7 +448,7 @@ def test_a_full_disk_is_told_and_the_figures_before_it_stay(
         assert main(flags(models, tmp_path, "plain,exact")) == 2
     assert "No space left on device" in capsys.readouterr().err
     assert read(tmp_path)["num_questions"] == 1
-    assert [path.name for path in tmp_path.iterdir()] == [speed.REPORT_FILE]
+    assert set(os.listdir(tmp_path)) == FILES  # noqa: PTH208
 
 
 def test_a_report_of_other_settings_is_not_overwritten(
@@ -354,9 +460,10 @@ def test_a_report_of_other_settings_is_not_overwritten(
     assert main(flags(models, tmp_path, "plain", "--limit", "1", "--max-new-tokens", "5")) == 2
     assert "max_new_tokens 13, this run has 5; name another folder" in capsys.readouterr().err
     assert (tmp_path / speed.REPORT_FILE).read_bytes() == before
-    (tmp_path / speed.REPORT_FILE).write_text("[1]")
-    assert main(flags(models, tmp_path, "plain")) == 2
-    assert "is no report of this command" in capsys.readouterr().err
+    (tmp_path / speed.MEASURED_FILE).unlink()
+    assert main(flags(models, tmp_path, "plain", "--limit", "1")) == 2
+    assert "is there without its speed.jsonl; name another folder" in capsys.readouterr().err
+    assert (tmp_path / speed.REPORT_FILE).read_bytes() == before
 
 
 @pytest.mark.parametrize(

@@ -495,6 +495,29 @@ def test_a_question_is_joined_to_its_problem_by_the_prompt(human_eval: Any) -> N
     assert code_tests(Question("y", "code", ("Complete the code I provided.\n\ndef f():",))) is None
 
 
+def test_the_package_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = []
+
+    class Data(types.ModuleType):
+        def read_problems(self) -> dict[str, Any]:
+            reads.append(1)
+            return {"HumanEval/0": {"prompt": "def f():", "test": "", "entry_point": "f"}}
+
+    monkeypatch.setitem(sys.modules, "human_eval.data", Data("human_eval.data"))
+    monkeypatch.setitem(sys.modules, "human_eval", types.ModuleType("human_eval"))
+    for number in range(3):
+        assert code_tests(Question(number, "code", ("Please: def f():",))) is not None
+    assert len(reads) == 1
+
+
+def test_a_set_of_our_own_in_place_of_a_tasks_is_told() -> None:
+    words = "our own 40 word problems, since gsm8k was not reachable (why)"
+    assert tasks.stand_in_note("gsm8k", words) == [f"not the questions of gsm8k, but {words}"]
+    assert tasks.stand_in_note("math", "our own 40 word problems") == []
+    assert tasks.stand_in_note("gsm8k", "the file gsm8k.jsonl") == []
+    assert tasks.stand_in_note("our own.jsonl", "the file our own.jsonl") == []
+
+
 def test_without_the_package_a_question_has_no_tests(
     monkeypatch: pytest.MonkeyPatch, human_eval: Any
 ) -> None:
