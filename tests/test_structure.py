@@ -31,6 +31,7 @@ COMMANDS = [
     "evaluation.speed",
     "evaluation.replay",
     "evaluation.judge",
+    "evaluation.report",
     "benchmarks.tree",
     "benchmarks.cycle",
     "benchmarks.attention",
@@ -86,4 +87,6 @@ def test_every_command_answers_help(command: str) -> None:
     )
     assert done.returncode == 0
     assert "usage:" in done.stdout
-    assert not done.stderr
+    # torchao, where it is installed, complains of its own libraries while transformers imports it.
+    foreign = ("torchao", "torch/utils/_pytree.py")
+    assert not [line for line in done.stderr.splitlines() if not any(n in line for n in foreign)]
