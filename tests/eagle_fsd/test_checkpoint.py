@@ -702,7 +702,7 @@ def test_loading_options_do_not_apply_to_a_loaded_model():
 
 @pytest.mark.parametrize("target", [None, 3, torch.nn.Linear(2, 2), ["demo"]])
 def test_targets_of_another_kind_are_refused(target):
-    with pytest.raises(TypeError, match="target must be a hub id, a path or a loaded transformers"):
+    with pytest.raises(TypeError, match=r"target must be .*a loaded transformers"):
         SpeculativeDecoder.from_pretrained(target)
 
 
