@@ -75,7 +75,6 @@ class Answer:
         seed: of the noise.
         tree: of the last cycle.
         finish_reason: None while it grows, and when it was stopped.
-        num_forgotten: turns of the chat that no longer fitted the context.
     """
 
     tokens: tuple[ShownToken, ...] = ()
@@ -87,7 +86,6 @@ class Answer:
     seed: int = 0
     tree: ShownTree | None = None
     finish_reason: FinishReason | None = None
-    num_forgotten: int = 0
 
     @property
     def text(self) -> str:

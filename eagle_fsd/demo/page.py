@@ -58,6 +58,24 @@ def looks() -> dict[str, Any]:
     }
 
 
+def open_slider(lowest: float, highest: float, value: float, **options: Any) -> gr.Slider:
+    """A slider whose number box takes anything, as the page itself does.
+
+    The page moves a number out of range to the nearer end, and an empty box to the lower one, but
+    it tells the old number first and nothing after. Gradio would refuse that one, and what follows
+    from the slider would stay as it was.
+    """
+    slider = gr.Slider(lowest, highest, value, **options)
+    preprocess = slider.preprocess
+
+    def nearest(number: float | None) -> Any:
+        return preprocess(lowest if number is None else min(max(number, lowest), highest))
+
+    # A subclass would be the way, but Gradio writes a stub file beside each one's module.
+    slider.preprocess = nearest
+    return slider
+
+
 class Page:
     """Builds the page around one decoder.
 
@@ -114,7 +132,7 @@ class Page:
         self._tree = gr.HTML(tree_html(None), elem_id="tree")
 
     def _build_settings(self, rules: list[str], divergences: list[str]) -> None:
-        self._position = gr.Slider(
+        self._position = open_slider(
             0,
             MAX_SLIDER,
             0,
@@ -133,10 +151,10 @@ class Page:
                 value=(divergences or [defaults.divergence])[0],
                 label="divergence (fuzzy)",
             )
-            self._temperature = gr.Slider(
+            self._temperature = open_slider(
                 0, 2, defaults.temperature, step=0.05, label="temperature"
             )
-            self._top_p = gr.Slider(0.05, 1, defaults.top_p, step=0.05, label="top-p")
+            self._top_p = open_slider(0.05, 1, defaults.top_p, step=0.05, label="top-p")
             self._size = gr.Dropdown(
                 list(_TREES),
                 value=defaults.tree,
@@ -181,7 +199,12 @@ class Page:
 
     def _connect(self) -> None:
         quiet = {"show_progress": "hidden"}
-        request: dict[str, Any] = {"outputs": self._outputs, "concurrency_limit": None, **quiet}
+        request: dict[str, Any] = {
+            "outputs": self._outputs,
+            "concurrency_limit": None,
+            "trigger_mode": "multiple",  # a second one is refused in words, not swallowed
+            **quiet,
+        }
         sent = [self._message, *self._inputs]
         gr.on(
             [self._message.submit, self._send.click],
@@ -198,11 +221,17 @@ class Page:
             self._on_colours, self._is_coloured, self._transcript, api_name="colours", **quiet
         )
         gr.on(
-            [self._position.change, self._rule.change, self._divergence.change],
+            [
+                self._position.change,
+                self._position.release,
+                self._rule.change,
+                self._divergence.change,
+            ],
             _rule_line,
             [self._position, self._rule, self._divergence],
             self._rule_line,
             api_name="rule",
+            trigger_mode="always_last",  # never the line of a place that was left
             **quiet,
         )
         self.blocks.unload(self._on_leave)
@@ -249,26 +278,31 @@ class Page:
             if takes_message:
                 yield self._view(message="", transcript=self._turns(session))
             seen: tuple[object, ...] = ()
-            while not job.is_done:
-                now = (job.look(), self.worker.num_before(job), session.is_coloured)
-                if now != seen and session.job is job:
-                    seen = now
-                    yield self._progress(session, job)
+            status = ""
+            while not job.is_done and session.last is job:
+                now = (job.look(), self._writing_text(job), session.is_coloured)
+                if now != seen:
+                    # The same status again would wipe the refusal of another request.
+                    is_new = now[1] != status
+                    seen, status = now, now[1]
+                    yield self._progress(session, job, status if is_new else None)
                 await asyncio.sleep(_REFRESH_S)
-            was_cleared = session.job is not job
             session.settle(job)
-            if not was_cleared:
-                yield self._ending(session, job)
+            yield self._ending(session, job)
         finally:
             job.stop()
             session.settle(job)
 
-    def _progress(self, session: Session, job: Job) -> View:
+    def _writing_text(self, job: Job) -> str:
+        return waiting_text(self.worker.num_before(job)) or "writing; Stop ends it"
+
+    def _progress(self, session: Session, job: Job, status: str | None) -> View:
+        """A job on its way; the status stays as it is for None."""
         answers, is_coloured = job.look(), session.is_coloured
-        waiting = waiting_text(self.worker.num_before(job))
-        status = status_html(waiting or "writing; Stop ends it")
         answer = answers[-1] if answers else Answer()
-        shown: dict[str, Any] = {"figures": figures_html(answer), "status": status}
+        shown: dict[str, Any] = {"figures": figures_html(answer), "live": ""}
+        if status is not None:
+            shown["status"] = status_html(status)
         if answer.tree is not None:
             shown["tree"] = tree_html(answer.tree)
         if job.request.is_comparison:
@@ -276,10 +310,23 @@ class Page:
         else:
             message = job.request.message
             shown["live"] = pending_html(message, answer, is_coloured=is_coloured)
-            shown["transcript"] = self._turns(session)
-        return self._view(**shown)
+        return self._view(**shown, transcript=self._turns(session))
 
     def _ending(self, session: Session, job: Job) -> View:
+        """The page when a job is done with: its end, unless the chat has gone on without it.
+
+        A view made before that may arrive after what the chat went on with, so what is the case by
+        now is shown once more.
+        """
+        if session.last is None:
+            return self._cleared(session)
+        if session.last is not job:
+            newer = session.job
+            return (
+                self._view()
+                if newer is None
+                else self._progress(session, newer, self._writing_text(newer))
+            )
         answer = job.answers[-1] if job.answers else Answer()
         note = ending_text(job)
         shown: dict[str, Any] = {"status": status_html(note, is_problem=job.error is not None)}
@@ -318,6 +365,9 @@ class Page:
     def _on_clear(self, request: gr.Request) -> View:
         session = self._session(request)
         session.clear()
+        return self._cleared(session, message="")
+
+    def _cleared(self, session: Session, **shown: Any) -> View:
         return self._view(
             transcript=self._turns(session),
             live="",
@@ -325,7 +375,7 @@ class Page:
             figures=figures_html(Answer()),
             tree=tree_html(None),
             comparison="",
-            message="",
+            **shown,
         )
 
     def _on_colours(self, is_coloured: bool, request: gr.Request) -> str:

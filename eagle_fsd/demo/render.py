@@ -138,7 +138,7 @@ def turns_html(turns: Sequence[Turn], num_forgotten: int, *, is_coloured: bool) 
 
     Args:
         turns: oldest first.
-        num_forgotten: turns at the beginning that are no longer sent to the target.
+        num_forgotten: turns at the beginning that the last message went without.
         is_coloured: whether tokens show their origin.
     """
     parts = []
@@ -158,7 +158,7 @@ def forgotten_text(num_forgotten: int) -> str:
     turns = "turn" if num_forgotten == 1 else f"{num_forgotten} turns"
     return (
         f"the chat reached the target's context limit: the oldest {turns} above "
-        f"{'is' if num_forgotten == 1 else 'are'} no longer sent"
+        f"{'was' if num_forgotten == 1 else 'were'} not sent with the last message"
     )
 
 

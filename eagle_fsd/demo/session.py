@@ -20,14 +20,16 @@ class Session:
 
     Attributes:
         turns: oldest first.
-        num_forgotten: turns at the beginning that are no longer sent.
+        num_forgotten: turns at the beginning that the last message went without.
         job: what is being answered, None when nothing is.
+        last: the newest job of this chat, whether it runs or not; None after `clear`.
         is_coloured: whether tokens show their origin.
     """
 
     turns: list[Turn] = field(default_factory=list)
     num_forgotten: int = 0
     job: Job | None = None
+    last: Job | None = None
     is_coloured: bool = True
 
     def ask(self, worker: Worker, message: str, settings: Settings) -> Job:
@@ -46,6 +48,7 @@ class Session:
             ValueError: when nothing was asked yet.
             RuntimeError: as `ask`.
         """
+        self._check_free()
         if not self.turns:
             raise ValueError("there is nothing to retry yet; send a message first")
         *before, last = self.turns
@@ -65,6 +68,7 @@ class Session:
         Raises:
             ValueError, RuntimeError: as `ask`.
         """
+        self._check_free()
         turns = self.turns
         if not message.strip() and turns:
             message, turns = turns[-1].message, turns[:-1]
@@ -78,12 +82,15 @@ class Session:
     def clear(self) -> None:
         """Forgets the chat, and what is being answered with it."""
         self.stop()
-        self.job = None
+        self.job = self.last = None
         self.turns = []
         self.num_forgotten = 0
 
     def settle(self, job: Job) -> None:
-        """Takes what a job has made into the chat, once, unless the chat was cleared meanwhile."""
+        """Takes what a job has made into the chat, once, unless the chat was cleared meanwhile.
+
+        The page does so when it sees that a job is done; a request that comes sooner does it first.
+        """
         if self.job is not job:
             return
         self.job = None
@@ -91,7 +98,19 @@ class Session:
             return
         answer = job.answers[-1] if job.answers else Answer()
         self.turns.append(Turn(job.request.message, answer, ending_text(job)))
-        self.num_forgotten = max(self.num_forgotten, answer.num_forgotten)
+        if job.num_forgotten is not None:
+            self.num_forgotten = job.num_forgotten
+
+    def _check_free(self) -> None:
+        """Takes in what is done; refuses another request while something is not."""
+        if self.job is not None and self.job.is_done:
+            self.settle(self.job)
+        if self.job is not None:
+            raise RuntimeError(
+                "the answer is being stopped; try again in a moment"
+                if self.job.is_stopped
+                else "an answer is still being written; stop it first"
+            )
 
     def _submit(
         self,
@@ -102,11 +121,16 @@ class Session:
         is_comparison: bool,
         turns: list[Turn] | None = None,
     ) -> Job:
-        if self.job is not None and not self.job.is_done:
-            raise RuntimeError("an answer is still being written; stop it first")
+        self._check_free()
         before = self.turns if turns is None else turns
-        request = Request.new(message, before, settings, is_comparison=is_comparison)
-        self.job = worker.submit(request)
+        request = Request.new(
+            message,
+            before,
+            settings,
+            is_comparison=is_comparison,
+            num_forgotten=self.num_forgotten,
+        )
+        self.job = self.last = worker.submit(request)
         return self.job
 
 
@@ -114,8 +138,9 @@ def ending_text(job: Job) -> str:
     """How a job ended, where its answer does not say it itself; empty for nothing."""
     if job.error is not None:
         return error_text(job.error)
-    is_cut = not job.answers or job.answers[-1].finish_reason is None
-    return "stopped" if job.is_stopped and is_cut else ""
+    if job.answers and job.answers[-1].finish_reason is not None:
+        return ""
+    return "stopped" if job.is_stopped else "ended early: the page that asked was gone for a while"
 
 
 class Sessions:

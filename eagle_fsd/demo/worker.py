@@ -6,6 +6,7 @@ import logging
 import secrets
 import threading
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
@@ -36,6 +37,8 @@ class Request:
         settings: of this message.
         is_comparison: answer twice, by plain decoding and by the tree.
         seed: of the noise, the same for both answers.
+        num_forgotten: oldest turns that the message before went without; where to look first for
+            how many this one goes without.
     """
 
     message: str
@@ -43,10 +46,17 @@ class Request:
     settings: Settings
     is_comparison: bool
     seed: int
+    num_forgotten: int = 0
 
     @classmethod
     def new(
-        cls, message: str, turns: Sequence[Turn], settings: Settings, *, is_comparison: bool
+        cls,
+        message: str,
+        turns: Sequence[Turn],
+        settings: Settings,
+        *,
+        is_comparison: bool,
+        num_forgotten: int = 0,
     ) -> Request:
         """A request with a seed of its own.
 
@@ -56,7 +66,8 @@ class Request:
         if not message.strip():
             raise ValueError("write a message first")
         message = message.encode("utf-8", "replace").decode()  # half a surrogate pair is no text
-        return cls(message, tuple(turns), settings, is_comparison, secrets.randbits(31))
+        seed = secrets.randbits(31)
+        return cls(message, tuple(turns), settings, is_comparison, seed, num_forgotten)
 
     def messages(self, num_forgotten: int) -> list[dict[str, str]]:
         """The chat as the template takes it, without the oldest turns."""
@@ -76,12 +87,14 @@ class Job:
         request: what was asked.
         answers: one for each arm that has begun (plain decoding first in a comparison).
         future: its place in the worker's queue.
+        num_forgotten: oldest turns that were not sent, for want of room; None before it is known.
     """
 
     def __init__(self, request: Request) -> None:
         self.request = request
         self.answers: tuple[Answer, ...] = ()
         self.future: Future[None] | None = None
+        self.num_forgotten: int | None = None
         self._error: BaseException | None = None
         self._stop = threading.Event()
         self._done = threading.Event()
@@ -186,10 +199,13 @@ class Worker:
             return
         request, decoder = job.request, self._decoder
         settings = request.settings
-        num_forgotten = self._num_forgotten(request)
-        messages = request.messages(num_forgotten)
+        number = self._num_forgotten(job)
+        if not job.is_wanted(self._patience_s):
+            return
+        job.num_forgotten = number
+        messages = request.messages(number)
         options: dict[str, Any] = settings.sampling | {"seed": request.seed}
-        start = Answer(is_greedy=settings.is_greedy, seed=request.seed, num_forgotten=num_forgotten)
+        start = Answer(is_greedy=settings.is_greedy, seed=request.seed)
         if request.is_comparison:
             plain = decoder.plain_stream(messages, **options)
             self._stream(job, plain, Lens(decoder.tokenizer), replace(start, rule="plain"))
@@ -218,30 +234,42 @@ class Worker:
         if step is not None:
             job.answers = (*before, replace(answer, tree=lens.tree(step) or answer.tree))
 
-    def _num_forgotten(self, request: Request) -> int:
-        decoder = self._decoder
+    def _num_forgotten(self, job: Job) -> int:
+        request, decoder = job.request, self._decoder
         limit = decoder.target.max_positions
         room = min(request.settings.max_new_tokens, limit // 4)
 
-        def length(num_forgotten: int) -> int:
-            messages = request.messages(num_forgotten)
+        def length(number: int) -> int:
+            if job.is_stopped:  # any answer will do, as long as it comes at once
+                return 0
+            messages = request.messages(number)
             return encode_prompt(
                 messages, decoder.tokenizer, decoder.target.vocabulary_size
             ).numel()
 
-        return num_forgotten(length, len(request.turns), limit - room)
+        return num_forgotten(length, len(request.turns), limit - room, request.num_forgotten)
 
 
-def num_forgotten(length: Callable[[int], int], num_turns: int, limit: int) -> int:
+def num_forgotten(length: Callable[[int], int], num_turns: int, limit: int, guess: int = 0) -> int:
     """The fewest oldest turns to leave out so that the prompt fits.
 
     Args:
-        length: tokens of the prompt without so many turns.
+        length: tokens of the prompt without so many turns; never more for more turns. It costs a
+            tokenization of the chat, so it is asked seldom.
         num_turns: before the new message.
         limit: tokens that the prompt may have.
+        guess: where to look first; what the message before left out is right, or nearly so.
 
     Returns:
         A number in 0..num_turns; num_turns also where the message alone is too long, which the
         decoder refuses or answers in the room that is left.
     """
-    return next((number for number in range(num_turns) if length(number) <= limit), num_turns)
+
+    def fits(number: int) -> bool:
+        return length(number) <= limit
+
+    low, high = 0, num_turns
+    for number in (guess, guess - 1, guess + 1):
+        if low <= number < high:
+            low, high = (low, number) if fits(number) else (number + 1, high)
+    return bisect_left(range(high), True, lo=low, key=fits)

@@ -149,7 +149,7 @@ class Tab:
     def longest(self, num_tokens: int) -> None:
         self.page.get_by_label("longest answer, tokens").fill(str(num_tokens))
 
-    def slide(self, position: int) -> None:
+    def slide(self, position: int | str) -> None:
         self.page.locator("#slider input[type=number]").fill(str(position))
         self.page.keyboard.press("Tab")
 
@@ -337,6 +337,74 @@ def test_the_slider_rescues_and_a_rescued_token_tells_why(open_tab):
     tab.wait_for_answers(2)
     assert tab.answers()[1] == answer_to("a", 30)
     assert text != tab.answers()[1]
+
+
+@pytest.mark.parametrize("width", [1280, 390, 320])
+def test_the_tip_of_a_rescued_token_is_never_cut_off(open_tab, width):
+    tab = open_tab(viewport={"width": width, "height": 800})
+    tab.longest(6)
+    tab.slide(100)
+    tab.wait_for_text("#rule", "rule: fuzzy:inf:js")
+    tab.send("a")
+    tab.wait_for_answers(1)
+    for token in tab.page.locator("#transcript .tok.rescued").all():
+        token.focus()
+        token.locator(".tip").wait_for()
+        # Seen at all four corners: inside the window, and nothing lies over it or cuts it.
+        corners = token.locator(".tip").evaluate(
+            """tip => {
+                const {left, right, top, bottom} = tip.getBoundingClientRect();
+                return [[left + 6, top + 6], [right - 6, top + 6], [left + 6, bottom - 6],
+                        [right - 6, bottom - 6]].map(([x, y]) =>
+                    document.elementFromPoint(x, y) === tip);
+            }"""
+        )
+        assert corners == [True] * 4
+
+
+def test_a_number_that_the_slider_does_not_have_is_told_as_what_it_becomes(open_tab):
+    tab = open_tab()
+    tab.longest(6)
+    for typed, number, rule in (
+        ("150", "100", "rule: fuzzy:inf:js"),
+        ("", "0", "rule: exact"),
+        ("50", "50", "rule: fuzzy:0.3466:js"),
+        ("-5", "0", "rule: exact"),
+    ):
+        tab.slide(typed)
+        tab.wait_for_text("#rule", rule)
+        box = tab.page.locator("#slider input[type=number]")
+        assert box.input_value() == number
+        tab.press("Clear")
+        tab.wait_for_answers(0)
+        tab.send("a")
+        tab.wait_for_answers(1)
+        tab.wait_for_text("#figures", rule.replace(":", "", 1))
+        assert tab.page.locator("#rule").inner_text() == rule
+
+
+def test_what_is_pressed_while_an_answer_is_written_is_refused_in_words(open_tab):
+    tab = open_tab()
+    tab.longest(1900)
+    tab.send("a")
+    tab.wait_for_live(5)
+    for name in ("Send", "Retry", "Compare"):
+        tab.message.fill("b")
+        tab.press(name)
+        tab.wait_for_text("#status", "an answer is still being written; stop it first")
+        length = len(tab.live_text())
+        tab.wait_for_live(length + 20)
+        assert "stop it first" in tab.page.locator("#status").inner_text()
+        assert tab.message.input_value() == "b"
+    tab.press("Clear")
+    tab.wait_for_answers(0)
+    tab.page.wait_for_timeout(500)  # what was on its way has arrived
+    assert tab.live_text() == ""
+    assert tab.page.locator("#status").inner_text().strip() == ""
+    tab.longest(5)
+    tab.send("c")
+    tab.wait_for_answers(1)
+    assert tab.answers() == [answer_to("c", 5)]
 
 
 def test_compare_shows_both_side_by_side(open_tab):

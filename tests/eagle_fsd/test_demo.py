@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import math
@@ -9,6 +10,7 @@ import socket
 import threading
 import urllib.error
 import urllib.request
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
@@ -31,11 +33,11 @@ from eagle_fsd.demo.render import (
     turns_html,
     waiting_text,
 )
-from eagle_fsd.demo.server import AUTH, free_port, read_login
-from eagle_fsd.demo.session import Session, Sessions
+from eagle_fsd.demo.server import AUTH, check_chat, free_port, read_login
+from eagle_fsd.demo.session import Session, Sessions, ending_text
 from eagle_fsd.demo.settings import MAX_SLIDER, RULE_NAMES, Settings, offered, written_rule
 from eagle_fsd.demo.tree_view import tree_html, tree_svg
-from eagle_fsd.demo.worker import Request, Worker, num_forgotten
+from eagle_fsd.demo.worker import Job, Request, Worker, num_forgotten
 from eagle_fsd.divergence import DIVERGENCES
 from tests.scripted import EOS, THINK, byte_tokenizer, scripted
 from tests.stubs import TableDrafter, TableTarget
@@ -428,6 +430,7 @@ def test_a_job_that_nobody_looks_at_is_ended(decoder):
     gate.opened.set()
     assert job.wait(LONG_S)
     assert gate.num_passes == 1
+    assert ending_text(job) == "ended early: the page that asked was gone for a while"
     worker.close()
 
 
@@ -515,10 +518,39 @@ def test_a_second_message_is_refused_while_the_first_is_answered(decoder, worker
     for again in (session.ask, session.compare):
         with pytest.raises(RuntimeError, match="still being written; stop it first"):
             again(worker, "two", Settings())
+    with pytest.raises(RuntimeError, match="still being written; stop it first"):
+        session.retry(worker, Settings())
     gate.opened.set()
     answered(session, job)
     with pytest.raises(ValueError, match="write a message first"):
         session.ask(worker, " \n", Settings())
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_what_comes_before_the_page_has_seen_the_end_loses_nothing(decoder, worker, is_stopped):
+    session = Session()
+    answered(session, session.ask(worker, "one", Settings()))
+    for again in (session.retry, lambda *a: session.compare(a[0], "", a[1]), None):
+        gate = Gate(decoder)
+        job = session.ask(worker, "two", Settings())
+        assert gate.reached.wait(LONG_S)
+        if is_stopped:
+            session.stop()
+            with pytest.raises(RuntimeError, match="being stopped; try again in a moment"):
+                session.retry(worker, Settings())
+        gate.opened.set()
+        assert job.wait(LONG_S)
+        if again is None:
+            with pytest.raises(ValueError, match="write a message first"):
+                session.ask(worker, "", Settings())
+        else:
+            newer = again(worker, Settings())
+            assert newer.request.message == "two"
+            assert [turn.message for turn in newer.request.turns] == ["one"]
+            answered(session, newer)
+        session.settle(job)
+        assert [turn.message for turn in session.turns] == ["one", "two"]
+        session.turns.pop()
 
 
 def test_stopped_text_stays_and_says_so(decoder, worker):
@@ -563,13 +595,18 @@ def test_the_oldest_turns_give_way_at_the_context_limit(worker, decoder):
         answered(session, session.ask(worker, f"message {number}", Settings(max_new_tokens=30)))
     assert [turn.answer.finish_reason for turn in session.turns] == ["stop"] * 6
     assert 2 <= session.num_forgotten <= 5
+    assert "were not sent with the last message" in turns_html(
+        session.turns, session.num_forgotten, is_coloured=True
+    )
     job = session.ask(worker, "x" * 200, Settings())
     answered(session, job)
     assert "the target's context is 150" in session.turns[-1].note
     assert "shorten the prompt" in session.turns[-1].note
+    assert session.num_forgotten == 6  # it was tried without all of them
     session.turns.pop()
-    answered(session, session.ask(worker, "short again", Settings()))
+    answered(session, session.ask(worker, "short again", Settings(max_new_tokens=20)))
     assert session.turns[-1].answer.finish_reason == "stop"
+    assert session.num_forgotten < 6  # with those that fit again
 
 
 def test_as_few_turns_as_possible_are_left_out():
@@ -578,6 +615,38 @@ def test_as_few_turns_as_possible_are_left_out():
         *(0, 1, 2, 3)
     ]
     assert num_forgotten(lengths.__getitem__, 0, 1) == 0
+
+
+@pytest.mark.parametrize("guess", [0, 1, 40, 99, 100, 300])
+@pytest.mark.parametrize("right", [0, 1, 41, 99, 100])
+def test_the_chat_is_tokenized_a_few_times_only(guess, right):
+    asked = []
+
+    def length(number: int) -> int:
+        asked.append(number)
+        return 100 - number
+
+    assert num_forgotten(length, 100, 100 - right, guess) == right
+    assert len(asked) == len(set(asked)) <= (2 if guess == right else 9)
+    assert all(0 <= number < 100 for number in asked)
+
+
+def test_a_stop_ends_the_search_for_what_fits(decoder, worker, monkeypatch):
+    asked = []
+
+    def encode(messages, *_):
+        asked.append(len(messages))
+        job.stop()
+        return torch.zeros(10**6)
+
+    monkeypatch.setattr(worker_module, "encode_prompt", encode)
+    turns = [Turn("m", Answer((ShownToken("a", "bonus"),)))] * 300
+    gate = Gate(decoder)
+    job = Job(Request.new("hi", turns, Settings(), is_comparison=False))
+    worker._run(job)
+    assert asked == [601]
+    assert gate.num_passes == 0
+    assert job.num_forgotten is None
 
 
 def test_sessions_do_not_mix_and_the_longest_unused_goes_first(decoder, worker):
@@ -607,13 +676,117 @@ def test_leaving_stops_and_coming_back_finds_the_chat(decoder, worker):
     gate.opened.set()
 
 
+# the page
+
+
+VISITOR = SimpleNamespace(session_hash="a")
+INPUTS = (0, "fuzzy", "js", 0, 1, "auto", 64, "")
+NAMES = ("transcript", "live", "status", "figures", "tree", "comparison", "message")
+
+
+def shown(view) -> dict[str, str]:
+    """What a view changes."""
+    named = zip(NAMES, view, strict=True)
+    return {name: value for name, value in named if isinstance(value, str)}
+
+
+@pytest.fixture
+def page(decoder, worker):
+    from eagle_fsd.demo.page import Page
+
+    return Page(worker, decoder, "tiny")
+
+
+def test_a_cleared_answer_leaves_nothing_on_the_page(decoder, page):
+    gate = Gate(decoder)
+
+    async def visit() -> None:
+        views = page._on_send(VISITOR, "one", *INPUTS)
+        await anext(views)
+        assert "one" in shown(await anext(views))["live"]
+        cleared = shown(page._on_clear(VISITOR))
+        last = [shown(view) async for view in views][-1]  # arrives after what came before it
+        assert last == {name: text for name, text in cleared.items() if name != "message"}
+        assert (last["live"], last["comparison"]) == ("", "")
+
+    asyncio.run(visit())
+    gate.opened.set()
+
+
+def test_a_replaced_answer_shows_what_replaced_it(decoder, page):
+    gate = Gate(decoder)
+    session = page._sessions.get("a")
+
+    async def visit() -> None:
+        views = page._on_send(VISITOR, "one", *INPUTS)
+        await anext(views)
+        await anext(views)
+        gate.opened.set()
+        assert session.job.wait(LONG_S)
+        gate.opened.clear()
+        retried = page._on_retry(VISITOR, *INPUTS)
+        await anext(retried)  # before the page has seen the end of the first one
+        (last,) = [shown(view) async for view in views]
+        assert "one" in last["live"]
+        assert last["status"].count("writing") == 1
+        gate.opened.set()
+        ended = [shown(view) async for view in retried][-1]
+        assert ended["live"] == ""
+        assert ended["transcript"].count("</b>one") == 1
+
+    asyncio.run(visit())
+    assert [turn.message for turn in session.turns] == ["one"]
+
+
+def test_a_refusal_stays_until_there_is_news(decoder, page):
+    gate = Gate(decoder)
+
+    async def visit() -> None:
+        views = page._on_send(VISITOR, "one", *INPUTS)
+        await anext(views)
+        assert "writing" in shown(await anext(views))["status"]
+        for refused in (
+            page._on_send(VISITOR, "two", *INPUTS),
+            page._on_retry(VISITOR, *INPUTS),
+            page._on_compare(VISITOR, "two", *INPUTS),
+        ):
+            (view,) = [shown(view) async for view in refused]
+            assert view.keys() == {"status"}  # what was typed stays
+        page._sessions.get("a").is_coloured = False
+        assert "status" not in shown(await anext(views))
+        gate.opened.set()
+        assert "status" in [shown(view) async for view in views][-1]
+
+    asyncio.run(visit())
+
+
+def test_a_second_request_reaches_the_page(page):
+    modes = {event.api_name: event.trigger_mode for event in page.blocks.fns.values()}
+    assert [modes[name] for name in ("send", "retry", "compare")] == ["multiple"] * 3
+    assert modes["rule"] == "always_last"
+
+
+@pytest.mark.parametrize(
+    ("typed", "rule"),
+    [(150, "fuzzy:inf:js"), (-5, "exact"), (None, "exact"), (0.5, "fuzzy:0.003466:js")],
+)
+def test_the_rule_line_is_that_of_the_number_which_the_page_ends_at(page, typed, rule):
+    from eagle_fsd.demo.page import _rule_line
+
+    position = page._position.preprocess(typed)
+    assert f"rule: {rule}<" in _rule_line(position, "fuzzy", "js")
+    assert Settings.from_page(position, *INPUTS[1:]).rule == rule
+    assert page._temperature.preprocess(typed) == min(max(typed or 0, 0), 2)
+
+
 # starting
 
 
 def test_a_login_is_read_from_the_environment():
     assert read_login({}) is None
     assert read_login({AUTH: "me:a:b"}) == ("me", "a:b")
-    for text in ("me", ":x", "me:"):
+    assert read_login({AUTH: " me : a"}) == ("me", " a")  # Gradio strips what visitors type
+    for text in ("me", ":x", "me:", "  :x"):
         with pytest.raises(ValueError, match=f"{AUTH} must be user:password"):
             read_login({AUTH: text})
 
@@ -640,6 +813,14 @@ def test_an_occupied_port_is_one_line(capsys):
         ([], "nothing drafts"),
         (["--draft-head", "./none", "--port", "0"], "no target at"),
         (["--draft-head", "x", "--host", "256.0.0.1"], "cannot listen on 256.0.0.1"),
+        (["--draft-head", "x", "--host", "192.0.2.1"], "--host must be an address of this machine"),
+        (["--draft-head", "x", "--host", "http://127.0.0.1"], "--host must be an address"),
+        (["--draft-head", "x", "--host", "a" * 64 + ".b"], "--host must be an address"),
+        (
+            ["--draft-head", "x", "--host", ""],
+            "--host must be an address of this machine, got none",
+        ),
+        (["--draft-head", "x", "--host", "[2001:db8::1]"], "cannot listen on [2001:db8::1]:7860"),
     ],
 )
 def test_a_wrong_start_is_one_line(capsys, flags, words):
@@ -656,11 +837,59 @@ def test_without_gradio_the_page_names_its_extra(capsys, monkeypatch):
     assert "pip install 'eagle-fsd[demo]'" in capsys.readouterr().err
 
 
-def test_health_needs_no_login_and_the_page_does(decoder, worker):
-    from eagle_fsd.demo.page import Page
+def test_a_target_without_a_chat_template_is_refused():
+    check_chat(scripted([65], byte_tokenizer()))
+    with pytest.raises(ValueError, match="needs a target with a chat template"):
+        check_chat(scripted([65], byte_tokenizer(None)))
+    with pytest.raises(ValueError, match="without a tokenizer"):
+        check_chat(scripted([65]))
+
+
+@pytest.mark.parametrize("host", ["::1", "::"])
+def test_the_page_can_listen_on_ipv6(page, host):
     from eagle_fsd.demo.server import open_page
 
-    page = Page(worker, decoder, "tiny")
+    try:
+        port = free_port(host, 0)
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    (url,) = open_page(page, (host, port), share=False)
+    try:
+        assert url == f"http://[{host}]:{port}/"
+        with urllib.request.urlopen(f"http://[::1]:{port}/health", timeout=LONG_S) as response:
+            assert response.status == 200
+    finally:
+        page.blocks.close(verbose=False)
+
+
+def test_a_port_that_is_taken_at_the_last_moment_is_one_sentence(page):
+    from eagle_fsd.demo.server import open_page
+
+    port = free_port("127.0.0.1", 0)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", port))
+        taken.listen()
+        with pytest.raises(OSError, match=r"cannot listen on .* choose another --port"):
+            open_page(page, ("127.0.0.1", port), share=False)
+    page.blocks.close(verbose=False)
+
+
+def test_a_host_that_no_url_can_hold_is_one_sentence(page, monkeypatch):
+    import httpx
+
+    from eagle_fsd.demo.server import open_page
+
+    def launch(**_):
+        raise httpx.InvalidURL("Invalid port: ':1'")
+
+    monkeypatch.setattr(page.blocks, "launch", launch)
+    with pytest.raises(OSError, match=r"cannot serve .*Invalid port.* another --host or --port"):
+        open_page(page, ("127.0.0.1", 1), share=False)
+
+
+def test_health_needs_no_login_and_the_page_does(page):
+    from eagle_fsd.demo.server import open_page
+
     address = "127.0.0.1", free_port("127.0.0.1", 0)
     (url,) = open_page(page, address, ("me", "secret"), share=False)
     try:
