@@ -9,18 +9,17 @@ meets them alike. 1 node is a plain step.
 from __future__ import annotations
 
 import argparse
-import copy
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from benchmarks.timing import comb, median_seconds
+from benchmarks.timing import comb, median_seconds, read_contexts
 from eagle_fsd.attention import PACKED
 from eagle_fsd.command import Parser, add_model_arguments, load_decoder, run
 from eagle_fsd.target import TargetModel
+from evaluation.arms import twin
 
 IMPLEMENTATIONS = ("eager", "sdpa", PACKED)
 SIZES = (1, 17, 60)
@@ -28,14 +27,13 @@ SIZES = (1, 17, 60)
 
 def sharing_targets(model: PreTrainedModel) -> dict[str, TargetModel]:
     """A target for each attention, all over the tensors of one model, which stays as it is."""
-    memo: dict[int, Any] = {id(each): each for each in (*model.parameters(), *model.buffers())}
     targets = {}
     for name in IMPLEMENTATIONS:
         if name != "eager" and not model._supports_sdpa:
             continue
-        twin = copy.deepcopy(model, dict(memo))
-        twin.set_attn_implementation(name)
-        targets[name] = TargetModel(twin)
+        copied = twin(model)
+        copied.set_attn_implementation(name)
+        targets[name] = TargetModel(copied)
     return targets
 
 
@@ -69,9 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _report(args: argparse.Namespace) -> None:
-    contexts = [int(part) for part in args.contexts.split(",") if part.strip().isdecimal()]
-    if not contexts or min(contexts) < 1 or len(contexts) != len(args.contexts.split(",")):
-        raise ValueError(f"--contexts takes whole numbers >= 1 by commas, got {args.contexts!r}")
+    contexts = read_contexts(args.contexts)
     decoder = load_decoder(args)
     assert isinstance(decoder.target, TargetModel)
     room = decoder.target.max_positions - max(SIZES)

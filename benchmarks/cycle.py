@@ -26,6 +26,7 @@ from benchmarks.timing import (
     median_seconds,
     models_of,
     output_file,
+    read_contexts,
     shared_positions,
 )
 from eagle_fsd import SpeculativeDecoder, TreeConfig
@@ -135,9 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _report(args: argparse.Namespace) -> None:
     require_drafter(args)
-    contexts = [int(part) for part in args.contexts.split(",") if part.strip().isdecimal()]
-    if not contexts or min(contexts) < 1 or len(contexts) != len(args.contexts.split(",")):
-        raise ValueError(f"--contexts takes whole numbers >= 1 by commas, got {args.contexts!r}")
+    contexts = read_contexts(args.contexts)
     output = output_file(args.output)
     decoder = load_decoder(args)
     target, drafter = models_of(decoder)

@@ -52,6 +52,19 @@ def output_file(path: str | None) -> Path | None:
     return file
 
 
+def read_contexts(text: str) -> list[int]:
+    """Context lengths of --contexts, in their order.
+
+    Raises:
+        ValueError: unless it is whole numbers >= 1, separated by commas.
+    """
+    parts = text.split(",")
+    contexts = [int(part) for part in parts if part.strip().isdecimal()]
+    if not contexts or min(contexts) < 1 or len(contexts) != len(parts):
+        raise ValueError(f"--contexts takes whole numbers >= 1 by commas, got {text!r}")
+    return contexts
+
+
 def median_seconds(
     calls: Mapping[Key, Callable[[], object]], target: TargetModel, rounds: int = ROUNDS
 ) -> dict[Key, float]:

@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from eagle_fsd.acceptance import RULES, AcceptanceRule, Exact, build_rule
 from eagle_fsd.decoder import SpeculativeDecoder
+from eagle_fsd.files import read_lines
 from eagle_fsd.recorder import Expectation, Recorder
 
 # Grids wide enough to run from "next to nothing" to "nearly everything" on models seen so far.
@@ -167,14 +168,8 @@ def read_prompts(path: str | Path) -> list[str]:
             UTF-8 text.
     """
     path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"no prompt file at {path}")
     prompts: list[str] = []
-    # Only a newline ends a line: JSON may hold the other separators that splitlines knows.
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text ({error.reason})") from error
+    lines = read_lines(path, "prompt file")
     if path.suffix == ".json":
         raise ValueError(f"{path} is one JSON document; write JSON lines (.jsonl) or lines of text")
     for number, line in enumerate(lines, start=1):

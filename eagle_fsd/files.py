@@ -17,7 +17,7 @@ def whole_file(path: Path) -> Iterator[Path]:
     written over by the next, for which the name beside is always the same: processes that may write
     one file at once hold a lock for it.
     """
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = temporary_path(path)
     try:
         yield temporary
         with temporary.open("rb") as stream:
@@ -40,3 +40,29 @@ def write_json(path: Path, value: object) -> None:
         ValueError: for NaN and infinity, which JSON does not have.
     """
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def temporary_path(path: Path) -> Path:
+    """Where `whole_file` writes; what a killed process left there is of no use."""
+    return path.with_name(path.name + ".tmp")
+
+
+def read_lines(path: Path, what: str) -> list[str]:
+    """The lines of a UTF-8 text, empty ones included.
+
+    Only a newline ends a line: JSON may hold the other separators that splitlines knows.
+
+    Args:
+        path: with a byte order mark or without.
+        what: what messages call the file.
+
+    Raises:
+        FileNotFoundError: when there is no such file.
+        ValueError: when it is no UTF-8 text.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"no {what} at {path}")
+    try:
+        return path.read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text ({error.reason})") from error

@@ -24,6 +24,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from eagle_fsd.files import temporary_path, whole_file
 from evaluation.questions import Question
 
 AUTO = "auto"
@@ -152,7 +153,7 @@ class RunFolder:
         """
         if not (self.folder / _RUN).exists():
             # What a run that was killed in its first moment left of its first file.
-            _temporary(self.folder / _RUN).unlink(missing_ok=True)
+            temporary_path(self.folder / _RUN).unlink(missing_ok=True)
             if self.folder.is_dir() and any(path.name != _LOCK for path in self.folder.iterdir()):
                 raise ValueError(
                     f"output folder {str(self.folder)!r} holds no run and is not empty; name "
@@ -234,7 +235,7 @@ class RunFolder:
         old = self.answer_file.read_bytes() if self.answer_file.exists() else b""
         if content != old:
             self._write(self.answer_file, content)
-        for left in [*parts, _temporary(self.answer_file)]:
+        for left in [*parts, temporary_path(self.answer_file)]:
             left.unlink(missing_ok=True)
         return answers
 
@@ -246,21 +247,10 @@ class RunFolder:
         return sorted(path for path in paths if path.name.startswith(prefix))
 
     def _write(self, path: Path, content: bytes) -> None:
-        temporary = _temporary(path)
-        try:
-            with _explain_full_disk(self.folder):
-                path.parent.mkdir(exist_ok=True)
-                with temporary.open("wb") as stream:
-                    stream.write(content)
-                    stream.flush()
-                    os.fsync(stream.fileno())
-                temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
-
-
-def _temporary(path: Path) -> Path:
-    return path.with_name(path.name + ".tmp")
+        with _explain_full_disk(self.folder):
+            path.parent.mkdir(exist_ok=True)
+            with whole_file(path) as temporary:
+                temporary.write_bytes(content)
 
 
 @contextmanager

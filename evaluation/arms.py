@@ -121,7 +121,7 @@ class TransformersArm:
     def __init__(self, name: str, model: PreTrainedModel, lookup_tokens: int | None = None) -> None:
         self.name = name
         self.device = _device(model)
-        self._model: Any = _twin(model)
+        self._model: Any = twin(model)
         if model._supports_sdpa:
             self._model.set_attn_implementation("sdpa")
         # `generate` fills what a request leaves open from the generation config of its model.
@@ -295,7 +295,7 @@ def rotated(arms: Sequence[Arm], place: int) -> list[Arm]:
     return [*arms[first:], *arms[:first]]
 
 
-def _twin(model: PreTrainedModel) -> PreTrainedModel:
+def twin(model: PreTrainedModel) -> PreTrainedModel:
     """The same modules again on the same weights, with configs of their own."""
     tensors = [*model.parameters(), *model.buffers()]
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from eagle_fsd.files import read_lines
 from evaluation.questions import Question
 
 MALFORMED = -1
@@ -209,13 +210,7 @@ def _fill(
 def _records(path: str | Path, what: str) -> Iterator[tuple[int, dict[str, Any]]]:
     """The JSON objects of a file, with their line numbers."""
     path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"no file of {what} at {path}")
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text ({error.reason})") from error
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(read_lines(path, f"file of {what}"), start=1):
         if not line.strip():
             continue
         try:

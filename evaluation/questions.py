@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from eagle_fsd.files import read_lines
+
 
 @dataclass(frozen=True)
 class Question:
@@ -36,13 +38,7 @@ def read_questions(path: str | Path) -> list[Question]:
             questions, or one that is no UTF-8 text.
     """
     path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"no question file at {path}")
-    # Only a newline ends a line: JSON may hold the other separators that splitlines knows.
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text ({error.reason})") from error
+    lines = read_lines(path, "question file")
     questions: dict[int | str, Question] = {}
     for number, line in enumerate(lines, start=1):
         if not line.strip():

@@ -203,10 +203,13 @@ class RecipeConfig(HeadConfig):
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> Self:
-        values = {field.name: getattr(args, field.name) for field in fields(cls)}
-        for name in ("conversations", "exclude"):
-            values[name] = tuple(values[name])
-        return cls(**values)
+        return cls(**_flag_values(cls, args))
+
+
+def _flag_values(config: type[Any], args: argparse.Namespace) -> dict[str, Any]:
+    """The flags of a configuration by its fields; lists of files become tuples."""
+    values = {field.name: getattr(args, field.name) for field in fields(config)}
+    return values | {name: tuple(values[name]) for name in ("conversations", "exclude")}
 
 
 def run_recipe(
@@ -385,10 +388,7 @@ class PackConfig:
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> Self:
-        values = {field.name: getattr(args, field.name) for field in fields(cls)}
-        for name in ("conversations", "exclude"):
-            values[name] = tuple(values[name])
-        return cls(**values)
+        return cls(**_flag_values(cls, args))
 
 
 def pack(config: PackConfig, part_bytes: int = PART_BYTES) -> dict[str, Any]:

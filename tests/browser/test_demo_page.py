@@ -11,7 +11,6 @@ import itertools
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import threading
@@ -29,8 +28,6 @@ from tests.stubs import tiny_head, tiny_model
 pytestmark = pytest.mark.browser
 
 ROOT = Path(__file__).parents[2]
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-IS_REQUIRED = bool(os.environ.get("CI")) or os.environ.get("EAGLE_FSD_REQUIRE_BROWSER") == "1"
 LONG_MS = 20_000  # a hang fails instead of blocking the suite; nothing here takes a second or two
 
 # Every token comes once; after the last one the text starts again.
@@ -102,21 +99,6 @@ def url(models):
     assert process.returncode == 0
     assert "Traceback" not in errors
     assert "Error" not in errors
-
-
-@pytest.fixture(scope="module")
-def browser():
-    try:
-        from playwright.sync_api import sync_playwright
-    except ModuleNotFoundError:
-        sync_playwright = None
-    if sync_playwright is None or CHROMIUM is None:
-        missing = "playwright" if sync_playwright is None else "chromium"
-        (pytest.fail if IS_REQUIRED else pytest.skip)(f"{missing} is not installed")
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 class Tab:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 
 import pytest
@@ -12,8 +11,6 @@ from tests.evaluation.test_report import save_all
 
 pytestmark = pytest.mark.browser
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-IS_REQUIRED = bool(os.environ.get("CI")) or os.environ.get("EAGLE_FSD_REQUIRE_BROWSER") == "1"
 WIDTHS = {"phone": 390, "desktop": 1280}
 
 
@@ -26,21 +23,6 @@ def url(tmp_path_factory):
     path.parent.mkdir()
     shutil.copy(folder / "out" / "report.html", path)
     return path.as_uri()
-
-
-@pytest.fixture(scope="module")
-def browser():
-    try:
-        from playwright.sync_api import sync_playwright
-    except ModuleNotFoundError:
-        sync_playwright = None
-    if sync_playwright is None or CHROMIUM is None:
-        missing = "playwright" if sync_playwright is None else "chromium"
-        (pytest.fail if IS_REQUIRED else pytest.skip)(f"{missing} is not installed")
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 @pytest.fixture(params=[(size, scheme) for size in WIDTHS for scheme in ("light", "dark")])
