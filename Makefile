@@ -18,7 +18,7 @@ chat: .venv/ready-chat fetch
 	$(PY) -m eagle_fsd demo --target demo --draft-head demo --dtype float32
 
 test: lint fetch
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n 3 --dist loadfile -m "not (slow and target)"
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses 4 --dist loadfile -m "not (slow and target)"
 
 check-real: .venv/ready-dev fetch
 	$(PY) -m pytest -m "target or slow"
