@@ -18,14 +18,16 @@ from transformers import PreTrainedModel
 from benchmarks.timing import comb, median_seconds, read_contexts
 from eagle_fsd.attention import PACKED
 from eagle_fsd.command import Parser, add_model_arguments, load_decoder, run
+from eagle_fsd.packed import twin
 from eagle_fsd.target import TargetModel
-from evaluation.arms import twin
 
 IMPLEMENTATIONS = ("eager", "sdpa", PACKED)
 SIZES = (1, 17, 60)
 
 
-def sharing_targets(model: PreTrainedModel) -> dict[str, TargetModel]:
+def sharing_targets(
+    model: PreTrainedModel, *, packs_weights: bool = False
+) -> dict[str, TargetModel]:
     """A target for each attention, all over the tensors of one model, which stays as it is."""
     targets = {}
     for name in IMPLEMENTATIONS:
@@ -33,7 +35,7 @@ def sharing_targets(model: PreTrainedModel) -> dict[str, TargetModel]:
             continue
         copied = twin(model)
         copied.set_attn_implementation(name)
-        targets[name] = TargetModel(copied)
+        targets[name] = TargetModel(copied, packs_weights=packs_weights)
     return targets
 
 
@@ -73,7 +75,7 @@ def _report(args: argparse.Namespace) -> None:
     room = decoder.target.max_positions - max(SIZES)
     if max(contexts) > room:
         raise ValueError(f"--contexts must be at most {room} for this target, got {max(contexts)}")
-    targets = sharing_targets(decoder.target.model)
+    targets = sharing_targets(decoder.target.model, packs_weights=decoder.target.packs_weights)
     print(f"{'context':>8}{'nodes':>7}" + "".join(f"{name:>13}" for name in targets) + "   ms")
     for context in contexts:
         for size in SIZES:

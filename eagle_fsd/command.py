@@ -60,6 +60,12 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--attn-implementation", choices=ATTENTION_IMPLEMENTATIONS, help="attention of the target"
     )
+    group.add_argument(
+        "--packed-weights",
+        choices=("auto", "on", "off"),
+        default="auto",
+        help="on a CPU: faster products, for the memory of the weights again (default auto)",
+    )
 
 
 def require_drafter(args: argparse.Namespace) -> None:
@@ -90,5 +96,6 @@ def load_decoder(args: argparse.Namespace) -> SpeculativeDecoder:
         dtype=args.dtype,
         device=args.device,
         tree=args.tree,
+        packed_weights={"on": True, "off": False}.get(args.packed_weights, "auto"),
         **{name: value for name, value in options.items() if value is not None},
     )

@@ -183,7 +183,9 @@ class EaModel:
         move(*args, **kwargs)
         drafter = self.decoder.drafter
         assert isinstance(drafter, HeadDrafter)
-        target = TargetModel(self.base_model)
+        before = self.decoder.target
+        packs = isinstance(before, TargetModel) and before.packs_weights
+        target = TargetModel(self.base_model, packs_weights=packs)
         head = self.ea_layer.to(target.output_device, target.dtype)
         moved = HeadDrafter(head, target, drafter.law.token_ids)
         self.decoder = self.decoder.with_models(target, moved)

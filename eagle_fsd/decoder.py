@@ -35,7 +35,13 @@ from eagle_fsd.drafter import Draft, Drafter, HeadDrafter, ModelDrafter
 from eagle_fsd.sampling import SeededNoise
 from eagle_fsd.stats import GenerationStats, StepStats
 from eagle_fsd.target import Target, TargetModel
-from eagle_fsd.tuning import TreeChoice, load_choice, prefers_bfloat16, setting_of
+from eagle_fsd.tuning import (
+    TreeChoice,
+    gains_by_packing,
+    load_choice,
+    prefers_bfloat16,
+    setting_of,
+)
 from eagle_fsd.verify import EmittedToken, Origin, Verdict, Verifier
 from tree import DraftTree
 
@@ -206,6 +212,7 @@ class SpeculativeDecoder:
         dtype: str | torch.dtype = "auto",
         device: str | torch.device = "auto",
         tree: TreeConfig | str | None = None,
+        packed_weights: bool | str = "auto",
         **options: Any,
     ) -> SpeculativeDecoder:
         """Loads a target and what drafts for it.
@@ -225,6 +232,10 @@ class SpeculativeDecoder:
             device: "auto", "cpu", "cuda", "cuda:N" or "mps"; leave it at "auto" with `device_map`
                 and `tp_plan`.
             tree: TreeConfig, "N,DEPTH,K" or "auto".
+            packed_weights: whether a CPU multiplies by weights laid out for few rows, which takes
+                the memory of the linear layers again; "auto" where it is faster and the memory is
+                there. It has no effect on other devices, nor on quantised, offloaded or adapted
+                models.
             **options: revision, token, device_map, tp_plan, quantization_config,
                 attn_implementation, ... for transformers.
 
@@ -233,6 +244,8 @@ class SpeculativeDecoder:
                 fit.
         """
         tree = _tree_config(tree)
+        if packed_weights not in (True, False, AUTO):
+            raise ValueError(f"packed_weights must be True, False or auto, got {packed_weights!r}")
         if draft_head is not None and draft_model is not None:
             raise ValueError("draft_head and draft_model exclude each other; give one of them")
         if draft_head is None and draft_vocab != AUTO:
@@ -248,10 +261,10 @@ class SpeculativeDecoder:
             model: nn.Module = target
         else:
             model, tokenizer = _load(target, dtype, device, options | {"tokenizer": tokenizer})
-        target_model = TargetModel(model)
+        target_model = _target_model(model, packed_weights)
         drafter: Drafter | None = None
         if draft_model is not None:
-            drafter = _model_drafter(draft_model, target_model, tokenizer)
+            drafter = _model_drafter(draft_model, target_model, tokenizer, packed_weights)
         if draft_head is not None:
             drafter = _head_drafter(draft_head, draft_vocab, target_model, options.get("token"))
         return cls(target_model, drafter, tokenizer, tree)
@@ -720,8 +733,16 @@ def _head_drafter(
     return HeadDrafter(head.to(target.output_device, target.dtype), target, vocabulary)
 
 
+def _target_model(model: nn.Module, packed_weights: bool | str) -> TargetModel:
+    packs = gains_by_packing(model) if packed_weights == AUTO else bool(packed_weights)
+    return TargetModel(model, packs_weights=packs)
+
+
 def _model_drafter(
-    draft_model: str | Path | nn.Module, target: TargetModel, tokenizer: Any | None
+    draft_model: str | Path | nn.Module,
+    target: TargetModel,
+    tokenizer: Any | None,
+    packed_weights: bool | str,
 ) -> ModelDrafter:
     """A small model beside the target, in its dtype; another tokenizer is refused."""
     own_tokenizer = None
@@ -730,7 +751,7 @@ def _model_drafter(
     else:
         model, own_tokenizer = load_target(draft_model, "draft model", dtype=target.dtype)
         model = model.to(target.output_device)  # type: ignore[arg-type]
-    small = TargetModel(model)
+    small = _target_model(model, packed_weights)
     sizes = target.vocabulary_size, small.vocabulary_size
     if tokenizer is not None and own_tokenizer is not None:
         sizes = len(tokenizer), len(own_tokenizer)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from eagle_fsd.packed import PackedWeight, may_pack
 from eagle_fsd.target import TargetModel
 
 VOCAB_FILE = "draft_vocab.json"
@@ -147,6 +148,8 @@ class DraftLaw:
         if self.token_ids is None:
             return self._target.logits(features)
         self._refresh(self.token_ids)
+        if self._packed is not None and not torch.is_grad_enabled():
+            return self._target.cap(self._packed(features))
         return self._target.cap(F.linear(features, self._weight, self._bias))
 
     def _refresh(self, token_ids: Tensor) -> None:
@@ -156,6 +159,8 @@ class DraftLaw:
             return
         with torch.inference_mode(False):  # training takes a gradient through them
             self._weight, self._bias = self._target.output_rows(token_ids)
+        is_packed = self._target.packs_weights and may_pack(self._weight)
+        self._packed = PackedWeight(self._weight, self._bias) if is_packed else None
         self._version = version
 
 

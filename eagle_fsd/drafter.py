@@ -13,6 +13,7 @@ from eagle_fsd.cache import PreallocatedLayer
 from eagle_fsd.config import TreeConfig
 from eagle_fsd.draft_head import DraftHead
 from eagle_fsd.draft_vocab import DraftLaw
+from eagle_fsd.packed import PackedTwin
 from eagle_fsd.target import TargetModel
 from tree import DraftTree, Frontier, Growth
 
@@ -104,6 +105,7 @@ class HeadDrafter:
         self.law = DraftLaw(target, vocabulary)
         self.has_reduced_vocabulary = vocabulary is not None
         self.max_positions: int | None = head.config.max_position_embeddings
+        self._twin = PackedTwin(head) if target.packs_weights else None
         self._target = target
         self._cache = PreallocatedLayer(capacity=0)
         self._pending: list[tuple[Tensor, Tensor]] = []
@@ -117,6 +119,8 @@ class HeadDrafter:
     def start(self, capacity: int) -> None:
         self._cache.reserve(capacity)
         self._pending = []
+        if self._twin is not None:
+            self._twin.refresh()
 
     def commit(self, token_ids: Tensor, features: Tensor) -> None:
         self._pending.append((token_ids, features))
@@ -163,7 +167,8 @@ class HeadDrafter:
         dtype = self.head.fc.weight.dtype
         embed = self.head.embed_tokens if self.head.config.own_embeddings else self._target.embed
         embeddings = embed(token_ids.to(features.device)).to(dtype)
-        predicted: Tensor = self.head(
+        head = self.head if self._twin is None else self._twin.model
+        predicted: Tensor = head(
             embeddings[None], features.to(dtype)[None], positions[None], mask, self._cache
         )
         return predicted[0]

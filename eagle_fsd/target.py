@@ -15,6 +15,7 @@ from eagle_fsd.attention import PACKED
 from eagle_fsd.cache import PreallocatedCache
 from eagle_fsd.chat import merge_stop_ids
 from eagle_fsd.errors import UnsupportedModelError
+from eagle_fsd.packed import PackedTwin
 from eagle_fsd.turnstile import Turnstile
 from tree import DraftTree, additive_mask, ancestor_mask, sliding_additive_mask, tree_position_ids
 
@@ -130,18 +131,24 @@ class TargetModel:
         model: a loaded transformers causal LM, or a peft model around one; it is not changed.
         prefill_chunk: prompt tokens a pass at most, so that a long prompt needs no long score
             matrix.
+        packs_weights: compute on a CPU with linear layers laid out for few rows (see
+            `eagle_fsd.packed`), which takes their memory a second time. A model that is split,
+            quantised, adapted or hooked is computed as it is.
 
     Raises:
         UnsupportedModelError: when the model is of a kind that is not proven to be decoded right.
     """
 
-    def __init__(self, model: nn.Module, prefill_chunk: int = 1024) -> None:
+    def __init__(
+        self, model: nn.Module, prefill_chunk: int = 1024, *, packs_weights: bool = False
+    ) -> None:
         model = _unwrapped(model)
         _refuse_unsupported(model)
         self.model = model
         self.config: Any = model.config
         self._backbone: nn.Module = model.get_decoder()
         self._lm_head: Any = model.get_output_embeddings()
+        self._twin = PackedTwin(model) if packs_weights else None
         self._mask_kind = FAMILIES[self.config.model_type]
         self._prefill_chunk = prefill_chunk
         self._cache = PreallocatedCache(self.config.num_hidden_layers)
@@ -182,6 +189,11 @@ class TargetModel:
         return self._output_device
 
     @property
+    def packs_weights(self) -> bool:
+        """Whether passes are computed with packed weights where the model allows it."""
+        return self._twin is not None
+
+    @property
     def num_shards(self) -> int:
         """Processes among which the weights are divided; each runs every request."""
         return int(self.model.tp_size or 1)
@@ -212,6 +224,11 @@ class TargetModel:
         return self._cache.num_rows
 
     @property
+    def _computing(self) -> Any:
+        """The model whose modules run."""
+        return self.model if self._twin is None else self._twin.model
+
+    @property
     def _embedding_weight(self) -> Tensor:
         weight = self.model.get_input_embeddings().weight
         assert isinstance(weight, Tensor)
@@ -227,6 +244,8 @@ class TargetModel:
         _refuse_training_mode(self.model)
         if self.model.get_output_embeddings() is not self._lm_head:
             raise ValueError("the target's lm_head was replaced; make a new decoder for it")
+        if self._twin is not None:
+            self._twin.refresh()
         self._cache.reserve(capacity)
 
     @torch.inference_mode()
@@ -284,7 +303,10 @@ class TargetModel:
 
     def logits(self, features: Tensor) -> Tensor:
         """What the model's forward makes of features: [..., H] -> [..., V]."""
-        return self.cap(self._lm_head(features))
+        lm_head = self._lm_head
+        if self._twin is not None and not torch.is_grad_enabled():  # packed weights have none
+            lm_head = self._computing.get_output_embeddings()
+        return self.cap(lm_head(features))
 
     def cap(self, scores: Tensor) -> Tensor:
         """What the model does between `lm_head` and its logits, token by token."""
@@ -317,7 +339,7 @@ class TargetModel:
         """[N] ids -> [N, H] features."""
         if positions is None:
             positions = torch.arange(self.num_rows, self.num_rows + token_ids.numel())
-        outputs = self._backbone(
+        outputs = self._computing.get_decoder()(
             input_ids=token_ids.to(self.device)[None],
             attention_mask=masks,
             position_ids=positions.to(self.device)[None],

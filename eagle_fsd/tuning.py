@@ -1,8 +1,9 @@
-"""What "auto" comes to on a machine: the tree, and the dtype of a CPU.
+"""What "auto" comes to on a machine: the tree; on a CPU the dtype and the layout of weights.
 
 `python -m benchmarks.tree` measures trees and stores the best one; a decoder with `tree="auto"`
 looks that up and never measures a tree itself, so that no clock is read inside a request. Whether a
-CPU is faster in bfloat16 is measured in a moment, once, while a target is loaded.
+CPU is faster in bfloat16, and with packed weights, is measured in a moment, once, while a target is
+loaded.
 """
 
 from __future__ import annotations
@@ -10,22 +11,26 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from filelock import FileLock
+from torch import nn
+from torch.nn import functional as F
 
 from eagle_fsd.config import TreeConfig
 from eagle_fsd.default_target import cache_dir
 from eagle_fsd.device import device_name
 from eagle_fsd.drafter import HeadDrafter
 from eagle_fsd.files import write_json
+from eagle_fsd.packed import copied_bytes, is_packable, packed_product
 from eagle_fsd.target import TargetModel
 from tree import DraftTree
 
@@ -70,6 +75,7 @@ def setting_of(target: TargetModel, drafter: HeadDrafter) -> str:
         f"{shape} V{target.vocabulary_size}",
         str(target.dtype).removeprefix("torch."),
         str(config._attn_implementation),
+        "packed" if target.packs_weights else "",
         f"head {head.intermediate_size} U{drafter.law.size}",
     )
     return ", ".join(fact for fact in facts if fact)
@@ -103,15 +109,38 @@ def prefers_bfloat16() -> bool:
     Processors without instructions for it emulate bfloat16, several times slower than float32.
     Where the user's cache cannot be written, it is kept for this process only.
     """
+    return _kept(_machine(), _is_bfloat16_faster)
+
+
+def gains_by_packing(model: nn.Module) -> bool:
+    """Whether packed weights make a model faster and the memory for them is there.
+
+    The first is measured once and kept, the second is half of the memory that is free now.
+
+    Args:
+        model: a loaded one.
+    """
+    if not is_packable(model) or 2 * copied_bytes(model) > psutil.virtual_memory().available:
+        return False
+    dtype = next(model.parameters()).dtype
+    name = str(dtype).removeprefix("torch.")
+    return _kept(f"{_machine()}, packed {name}", partial(_is_packed_faster, dtype))
+
+
+def _machine() -> str:
     cpu = torch.device("cpu")
-    machine = f"{device_name(cpu)}, {torch.get_num_threads()} threads, torch {torch.__version__}"
-    kept = _read(CPU_FILE).get(machine)
+    return f"{device_name(cpu)}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+
+
+def _kept(key: str, measure: Callable[[str], bool]) -> bool:
+    """What is kept under a key in the user's cache, measured where nothing is."""
+    kept = _read(CPU_FILE).get(key)
     if isinstance(kept, bool):
         return kept
-    is_faster: bool = _is_bfloat16_faster(machine)
+    answer = measure(key)
     with suppress(OSError, RuntimeError):
-        _update(CPU_FILE, machine, is_faster)
-    return is_faster
+        _update(CPU_FILE, key, answer)
+    return answer
 
 
 @cache
@@ -119,13 +148,24 @@ def _is_bfloat16_faster(machine: str) -> bool:  # noqa: ARG001 - what it is reme
     return _seconds(torch.bfloat16) < _seconds(torch.float32)
 
 
-def _seconds(dtype: torch.dtype) -> float:
-    """The least of a few products of the shape of a small model's layer and a tree."""
-    features, weight = torch.ones(16, 1024, dtype=dtype), torch.ones(4096, 1024, dtype=dtype)
+@cache
+def _is_packed_faster(dtype: torch.dtype, machine: str) -> bool:  # noqa: ARG001 - as above
+    return _seconds(dtype, is_packed=True) < _seconds(dtype)
+
+
+def _seconds(dtype: torch.dtype, *, is_packed: bool = False) -> float:
+    """The least of a few products of the shape of a small model's layer and a tree.
+
+    Infinite for a packed product that this build of PyTorch has not.
+    """
+    rows, weight = torch.ones(16, 1024, dtype=dtype), torch.ones(4096, 1024, dtype=dtype)
+    product = packed_product(rows, weight) if is_packed else partial(F.linear, rows, weight)
+    if product is None:
+        return math.inf
     seconds = []
     for _ in range(8):
         start = time.perf_counter()
-        torch.nn.functional.linear(features, weight)
+        product()
         seconds.append(time.perf_counter() - start)
     return min(seconds)
 

@@ -133,7 +133,7 @@ class ScoredTree:
             self.children[parents[row]][token_ids[row]] = row
         self.is_finite: list[bool] = finite_rows(logits).tolist()
         is_greedy = verifier.sampling.is_greedy
-        self.argmax: list[int] = logits.argmax(dim=-1).tolist() if is_greedy else []
+        self.argmax: list[int] = logits.max(dim=-1).indices.tolist() if is_greedy else []
 
     @property
     def inner_rows(self) -> list[int]:

@@ -23,13 +23,13 @@ def environment(target: Target | None = None) -> dict[str, Any]:
     """The machine and the software, ready for JSON.
 
     Args:
-        target: adds its device, the device's name and, of a transformers model, dtype and
-            attention; without it they are None.
+        target: adds its device, the device's name and, of a transformers model, dtype,
+            attention and whether weights are packed; without it they are None.
 
     Returns:
         "machine" {"system", "cpu", "num_cores", "num_threads" (torch's), "accelerator"}, "device",
-        "dtype", "attention", "versions" {"python", "torch", "transformers", "eagle_fsd"} and
-        "git_commit" (see `git_commit`).
+        "dtype", "attention", "packed_weights", "versions" {"python", "torch",
+        "transformers", "eagle_fsd"} and "git_commit" (see `git_commit`).
     """
     device = None if target is None else target.output_device
     has_accelerator = device is not None and device.type != "cpu"
@@ -45,6 +45,7 @@ def environment(target: Target | None = None) -> dict[str, Any]:
         "device": None if device is None else str(device),
         "dtype": None if model is None else str(model.dtype).removeprefix("torch."),
         "attention": None if model is None else model.config._attn_implementation,
+        "packed_weights": None if model is None else model.packs_weights,
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,

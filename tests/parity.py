@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eagle_fsd.attention import PACKED
 from eagle_fsd.decoder import SpeculativeDecoder
 from tests.stubs import (
     ATTENTION,
@@ -27,6 +28,8 @@ NEW_TOKENS = 40
 FIRST_FAMILIES = ("llama", "qwen2", "gemma2", "qwen3", "mistral", "mixtral")
 # Two fp32 passes of different shapes round differently; logits closer than this are a tie.
 TIE = 1e-4
+# Whether weights are packed: both where there is no other attention to tell them apart by.
+_LAYOUTS = {"eager": (False, True), PACKED: (True,), "sdpa": (False,)}
 
 
 @dataclass
@@ -57,8 +60,9 @@ def check_greedy_parity(
     rng = random.Random(seed)
     report = ParityReport()
     targets = [
-        RecordingTarget(tiny_model(family, attention), prefill_chunk=24)
+        RecordingTarget(tiny_model(family, attention), prefill_chunk=24, packs_weights=packs)
         for attention in ATTENTION[family]
+        for packs in _LAYOUTS[attention]
     ]
     for number in range(num_prompts):
         target = targets[number % len(targets)]

@@ -143,8 +143,10 @@ def greedy_reference(model: Any, prompt: Tensor, max_new_tokens: int) -> list[in
 class RecordingTarget(TargetModel):
     """Notes the paths that were committed."""
 
-    def __init__(self, model: Any, prefill_chunk: int = 1024) -> None:
-        super().__init__(model, prefill_chunk)
+    def __init__(
+        self, model: Any, prefill_chunk: int = 1024, *, packs_weights: bool = False
+    ) -> None:
+        super().__init__(model, prefill_chunk, packs_weights=packs_weights)
         self.paths: list[list[int]] = []
 
     @property

@@ -173,7 +173,9 @@ def test_writers_at_the_same_time_lose_nothing(
     own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     choice = TreeChoice(TreeConfig(9, 3, 3), 1.3)
-    monkeypatch.setattr("eagle_fsd.tuning._seconds", lambda dtype: float(dtype == torch.float32))
+    monkeypatch.setattr(
+        "eagle_fsd.tuning._seconds", lambda dtype, **_: float(dtype == torch.float32)
+    )
     start = Barrier(4)
 
     def write(number: int) -> None:
@@ -216,7 +218,9 @@ def test_a_file_that_another_process_holds_for_long_is_not_waited_for(
     own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("eagle_fsd.tuning._PATIENCE_S", 0.01)
-    monkeypatch.setattr("eagle_fsd.tuning._seconds", lambda dtype: float(dtype == torch.float32))
+    monkeypatch.setattr(
+        "eagle_fsd.tuning._seconds", lambda dtype, **_: float(dtype == torch.float32)
+    )
     own_cache.mkdir()
     with FileLock(own_cache / f"{CPU_FILE}.lock"):
         assert prefers_bfloat16()
@@ -226,7 +230,9 @@ def test_a_file_that_another_process_holds_for_long_is_not_waited_for(
 def test_a_target_with_a_quantisation_of_its_own_keeps_its_dtype(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("eagle_fsd.tuning._seconds", lambda dtype: float(dtype != torch.float32))
+    monkeypatch.setattr(
+        "eagle_fsd.tuning._seconds", lambda dtype, **_: float(dtype != torch.float32)
+    )
     model = tiny_model().to(torch.bfloat16)
     model.is_quantized = True  # as transformers sets it
     model.to = lambda *_: pytest.fail("it was converted")
@@ -259,7 +265,7 @@ def test_bfloat16_is_timed_once_and_decides_half_precision_on_a_cpu(
     ):
         tiny_model().to(stored).save_pretrained(tmp_path / "target")
         decoder = SpeculativeDecoder.from_pretrained(
-            tmp_path / "target", tokenizer=tokenizer, dtype=asked
+            tmp_path / "target", tokenizer=tokenizer, dtype=asked, packed_weights=False
         )
         assert isinstance(decoder.target, TargetModel)
         assert decoder.target.dtype == used
