@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 from benchmarks.timing import comb, median_seconds, read_contexts
 from eagle_fsd.attention import PACKED
 from eagle_fsd.command import Parser, add_model_arguments, load_decoder, run
-from eagle_fsd.packed import twin
 from eagle_fsd.target import TargetModel
+from evaluation.arms import twin
 
 IMPLEMENTATIONS = ("eager", "sdpa", PACKED)
 SIZES = (1, 17, 60)

@@ -163,7 +163,7 @@ def _locate_target(target: str | Path, kind: str) -> tuple[str, dict[str, str]]:
     if target == DEMO:
         return str(ensure_default_target()), {}
     path = Path(target).expanduser()
-    if path.suffix == ".gguf":
+    if path.suffix.lower() == ".gguf":
         if not path.is_file():
             raise FileNotFoundError(
                 f"no GGUF file at {path}; give an existing file, a folder, a hub id or {DEMO!r}"

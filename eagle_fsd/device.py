@@ -5,7 +5,10 @@ from __future__ import annotations
 import platform
 from pathlib import Path
 
+import psutil
 import torch
+
+_GROUP = Path("/sys/fs/cgroup")
 
 
 def resolve_device(device: str | torch.device = "auto") -> torch.device:
@@ -59,6 +62,17 @@ def peak_memory_bytes(device: torch.device) -> int:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def available_bytes() -> int:
+    """Memory that the process can still take: the machine's, or what its control group leaves."""
+    machine = int(psutil.virtual_memory().available)
+    try:  # of a container, whose own group is mounted there
+        limit = int(_GROUP.joinpath("memory.max").read_text(encoding="ascii"))
+        used = int(_GROUP.joinpath("memory.current").read_text(encoding="ascii"))
+    except (OSError, ValueError):  # no such group, or no limit: "max"
+        return machine
+    return min(machine, max(0, limit - used))
 
 
 def device_name(device: torch.device) -> str:

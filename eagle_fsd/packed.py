@@ -8,8 +8,7 @@ layers a second time.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -18,55 +17,70 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 DTYPES = (torch.float32, torch.bfloat16)
-# Values of each tensor that are compared to notice a change that PyTorch does not count.
-_PROBES = 16
+# Values of each weight that are compared to notice what is written through `weight.data`, which
+# PyTorch does not count.
+_NUM_PROBES = 64
 
 
 class PackedWeight:
     """x -> x W^T + b with an arranged copy of W. It has no gradient.
 
     Args:
-        weight: [out, in] float32 or bfloat16, on a CPU.
-        bias: [out], not copied, or None.
+        weight: [out, in] float32 or bfloat16, on a CPU; kept, to notice when it is changed.
+        bias: [out] or None; read at each product.
 
     Raises:
         RuntimeError: PyTorch was built without oneDNN.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self._bias = bias
+        self._weight, self._bias = weight, bias
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
+        generator = torch.Generator().manual_seed(weight.numel())
+        self._places = torch.randint(weight.numel(), (_NUM_PROBES,), generator=generator)
+        self._state = _state(weight)
+        self._values = self._probe()
 
     def __call__(self, rows: Tensor) -> Tensor:
         """[..., in] -> [..., out] of the weight's dtype."""
+        if rows.dtype != self._packed.dtype or torch.is_autocast_enabled("cpu"):
+            return F.linear(rows, self._weight, self._bias)  # it converts, or says what is wrong
         product: Tensor = torch.ops.mkldnn._linear_pointwise(
             rows, self._packed, self._bias, "none", [], ""
         )
         return product
 
+    def is_of(self, weight: Tensor, bias: Tensor | None) -> bool:
+        """Whether these are the tensors that it was made of, unchanged as far as can be told.
+
+        What is written through `weight.data` is noticed where it changes one of a few values.
+        """
+        is_same = weight is self._weight and bias is self._bias and _state(weight) == self._state
+        return is_same and torch.equal(self._probe(), self._values)
+
+    def _probe(self) -> Tensor:
+        return self._weight.detach().reshape(-1)[self._places]
+
 
 class PackedLinear(nn.Module):
-    """A linear layer computed by its `PackedWeight`.
+    """A linear layer computed by its `PackedWeight`, on the parameters of the layer itself."""
 
-    Args:
-        linear: its parameters are shared, and looked at no more.
-    """
-
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear, product: PackedWeight) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias
-        self._product = PackedWeight(linear.weight, linear.bias)
+        self._product = product
 
     def forward(self, rows: Tensor) -> Tensor:
         return self._product(rows)
 
 
 class PackedTwin:
-    """The modules of a model again, on its tensors and config, with packed linear layers.
+    """The modules of a model again, with packed linear layers; the model itself stays as it is.
 
-    The model itself stays as it is. `refresh` follows its changes; what cannot be packed (see
-    `is_packable`) is the model itself.
+    Each module of the twin has the attributes, parameters, buffers and hooks of its original, and
+    `refresh` follows what was changed since. Linear layers that are not plain weights in a CPU's
+    memory, or have hooks, are the originals.
 
     Args:
         model: any module.
@@ -74,49 +88,42 @@ class PackedTwin:
 
     def __init__(self, model: nn.Module) -> None:
         self._source = model
-        self._follow()
+        self._seen: list[object] = []
+        self._products: dict[nn.Linear, PackedWeight] = {}
+        self.refresh()
 
     @property
     def model(self) -> nn.Module:
-        """The twin, or the model itself where it cannot be packed."""
+        """The twin, or the model itself where nothing of it can be packed."""
         return self._model
 
     def refresh(self) -> None:
-        """Packs anew if the model's modules, hooks or weights changed since."""
-        modules, probes = _modules(self._source), _probes(self._source)
-        if modules != self._modules or not _equal(probes, self._probes):
-            self._follow()
+        """Follows the model's modules, attributes, hooks and weights."""
+        linears = packable_layers(self._source)
+        products = {linear: self._products.get(linear) for linear in linears}
+        is_same = self._products.keys() == products.keys()
+        for linear, product in products.items():
+            if product is None or not product.is_of(linear.weight, linear.bias):
+                products[linear] = PackedWeight(linear.weight, linear.bias)
+                is_same = False
+        seen = list(_bindings(self._source))
+        if is_same and _are_the_same(seen, self._seen):
+            return
+        self._seen = seen
+        self._products = {linear: each for linear, each in products.items() if each is not None}
+        self._model = _twin(self._source, self._products) if linears else self._source
 
-    def _follow(self) -> None:
-        self._modules, self._probes = _modules(self._source), _probes(self._source)
-        self._model = self._source
-        if is_packable(self._source):
-            self._model = twin(self._source, shares_config=True)
-            _pack(self._model)
 
+def packable_layers(model: nn.Module) -> list[nn.Linear]:
+    """The layers that a packed product can stand for; none in a split or adapted model.
 
-def twin(model: Any, *, shares_config: bool = False) -> Any:
-    """The same modules again on the same tensors.
-
-    Args:
-        model: a module.
-        shares_config: whether a later change of the model's config holds for the twin too.
+    Offloading and tensor parallelism replace what a module computes with, and peft's adapters merge
+    into its weights.
     """
-    shared: list[Any] = [*model.parameters(), *model.buffers()]
-    if shares_config and hasattr(model, "config"):
-        shared.append(model.config)
-    return copy.deepcopy(model, {id(each): each for each in shared})
-
-
-def is_packable(model: nn.Module) -> bool:
-    """Whether a model is plain weights in a CPU's memory, which nothing replaces during a pass.
-
-    Hooks (offloading, tensor parallelism, a user's own), adapters and quantised layers are left as
-    they are.
-    """
-    weights = list(model.parameters())
-    are_plain = all(type(weight) is nn.Parameter and may_pack(weight) for weight in weights)
-    return bool(weights) and are_plain and not any(map(_is_special, model.modules()))
+    modules = list(model.modules())
+    if any(hasattr(each, "_hf_hook") or _is_adapter(each) for each in modules):
+        return []
+    return [each for each in modules if type(each) is nn.Linear and _is_plain(each)]
 
 
 def may_pack(weight: Tensor) -> bool:
@@ -127,7 +134,7 @@ def may_pack(weight: Tensor) -> bool:
 
 def copied_bytes(model: nn.Module) -> int:
     """Memory that the arranged weights of a model take."""
-    return sum(linear.weight.nbytes for linear in model.modules() if type(linear) is nn.Linear)
+    return sum(linear.weight.nbytes for linear in packable_layers(model))
 
 
 def packed_product(rows: Tensor, weight: Tensor) -> Callable[[], Tensor] | None:
@@ -148,37 +155,54 @@ def packed_product(rows: Tensor, weight: Tensor) -> Callable[[], Tensor] | None:
     return partial(packed, rows) if is_right else None
 
 
-def _is_special(module: nn.Module) -> bool:
-    """Whether more happens in a module than its class says."""
-    is_hooked = "forward" in vars(module) or hasattr(module, "_hf_hook") or _num_hooks(module)
-    return bool(is_hooked) or type(module).__module__.split(".")[0] == "peft"
+def _state(weight: Tensor) -> tuple[object, ...]:
+    """Differs when a tensor was written to, moved or converted."""
+    return weight.data_ptr(), 0 if weight.is_inference() else weight._version, weight.dtype
 
 
-def _num_hooks(module: nn.Module) -> int:
-    return len(module._forward_hooks) + len(module._forward_pre_hooks)
+def _is_plain(linear: nn.Linear) -> bool:
+    """Whether a layer is its weights and nothing more."""
+    has_hooks = linear._forward_hooks or linear._forward_pre_hooks
+    is_plain = type(linear.weight) is nn.Parameter and may_pack(linear.weight)
+    return is_plain and not has_hooks and "forward" not in vars(linear)
 
 
-def _modules(model: nn.Module) -> list[tuple[int, int]]:
-    return [(id(module), _num_hooks(module)) for module in model.modules()]
+def _is_adapter(module: nn.Module) -> bool:
+    return type(module).__module__.partition(".")[0] == "peft"
 
 
-def _probes(model: nn.Module) -> list[Tensor]:
-    """A few values of each tensor: a merged adapter changes `weight.data`, which is not counted."""
-    tensors = [each for each in model.parameters() if each.device.type == "cpu"]
-    return [
-        each.detach().reshape(-1)[:: max(1, each.numel() // _PROBES)].clone() for each in tensors
-    ]
+def _bindings(model: nn.Module) -> Iterator[object]:
+    """What the names of all modules stand for, in order."""
+    for module in model.modules():
+        yield module
+        yield from vars(module)
+        yield from vars(module).values()
+        yield from module._modules.values()
 
 
-def _equal(some: list[Tensor], others: list[Tensor]) -> bool:
-    return len(some) == len(others) and all(
-        one.dtype == other.dtype and torch.equal(one, other)
-        for one, other in zip(some, others, strict=True)
-    )
+def _are_the_same(some: list[object], others: list[object]) -> bool:
+    return len(some) == len(others) and all(map(_is, some, others))
 
 
-def _pack(model: nn.Module) -> None:
-    for module in list(model.modules()):
-        for name, child in module.named_children():
-            if type(child) is nn.Linear:
-                setattr(module, name, PackedLinear(child))
+def _is(one: object, other: object) -> bool:
+    return one is other or (type(one) is str and one == other)
+
+
+def _twin(model: nn.Module, products: dict[nn.Linear, PackedWeight]) -> nn.Module:
+    """A module for each module, with its very attributes; only children are twins in their turn."""
+    twins: dict[nn.Module, nn.Module] = {
+        linear: PackedLinear(linear, product) for linear, product in products.items()
+    }
+
+    def twin(module: nn.Module) -> nn.Module:
+        if module not in twins:
+            made: Any = object.__new__(type(module))
+            twins[module] = made
+            children = {
+                name: None if child is None else twin(child)
+                for name, child in module._modules.items()
+            }
+            made.__dict__.update(vars(module) | {"_modules": children})
+        return twins[module]
+
+    return twin(model)

@@ -161,6 +161,8 @@ class TargetModel:
             )
         self._input_device = self._find_input_device()
         self._cap = self._find_output_transform()
+        self._num_embeddings = self._embedding_weight.shape[0]
+        self._own_forward = _own_forward(model)
 
     @property
     def vocabulary_size(self) -> int:
@@ -239,11 +241,11 @@ class TargetModel:
         """Forgets the last request and makes room for `capacity` rows.
 
         Raises:
-            ValueError: the model was changed since it was looked at.
+            UnsupportedModelError, ValueError: the model was changed, since it was looked at, into
+            one that is not decoded right.
         """
-        _refuse_training_mode(self.model)
-        if self.model.get_output_embeddings() is not self._lm_head:
-            raise ValueError("the target's lm_head was replaced; make a new decoder for it")
+        _refuse_unsupported(self.model)
+        self._refuse_changes()
         if self._twin is not None:
             self._twin.refresh()
         self._cache.reserve(capacity)
@@ -335,6 +337,18 @@ class TargetModel:
         embedded: Tensor = self.model.get_input_embeddings()(token_ids.to(self.device))
         return embedded.to(self.output_device)
 
+    def _refuse_changes(self) -> None:
+        """What was looked at once, and would be another now."""
+        changed = None
+        if self.model.get_output_embeddings() is not self._lm_head:
+            changed = "lm_head was replaced"
+        elif self._embedding_weight.shape[0] != self._num_embeddings:
+            changed = "embeddings were resized"
+        elif _own_forward(self.model) != self._own_forward:
+            changed = "forward was changed"
+        if changed:
+            raise ValueError(f"the target's {changed}; make a new decoder for it")
+
     def _forward(self, token_ids: Tensor, masks: Any, positions: Tensor | None) -> Tensor:
         """[N] ids -> [N, H] features."""
         if positions is None:
@@ -401,6 +415,12 @@ class TargetModel:
         )
 
 
+def _own_forward(model: nn.Module) -> tuple[object, ...]:
+    """What decides, beside the class, what calling the model gives."""
+    hooks = (*model._forward_pre_hooks.values(), *model._forward_hooks.values())
+    return (vars(model).get("forward"), *hooks)
+
+
 def _output_transforms(config: Any) -> Iterator[Callable[[Tensor], Tensor]]:
     """What a family may do between `lm_head` and its logits, what its config asks for first."""
     cap = getattr(config, "final_logit_softcapping", None)
@@ -427,6 +447,10 @@ def _unwrapped(model: nn.Module) -> PreTrainedModel:
         UnsupportedModelError: peft's wrapper does more than its base.
     """
     base: Any = model
+    if type(model).__name__ == "PeftMixedModel":
+        raise TypeError(
+            "a PeftMixedModel is no target; give the model that its merge_and_unload() returns"
+        )
     if hasattr(model, "get_base_model"):
         _refuse_adapters(model)
         base = base.get_base_model()
@@ -510,12 +534,23 @@ def _refuse_placement(model: PreTrainedModel, name: str) -> None:
             f"{name} is distributed with {ways}; only tensor parallelism runs every request in "
             "every process, load it with tp_plan='auto'"
         )
+    dynamic = {type(each) for each in model.modules() if _is_dynamically_quantized(each)}
+    if dynamic:
+        raise UnsupportedModelError(
+            f"{name} has layers of {sorted(each.__name__ for each in dynamic)} with PyTorch's "
+            "dynamic quantisation, whose scale depends on all tokens of a pass; quantise weights "
+            "only, for example with torchao"
+        )
     is_empty = any(parameter.device.type == "meta" for parameter in model.parameters())
     if is_empty and not any(hasattr(module, "_hf_hook") for module in model.modules()):
         raise UnsupportedModelError(
             f"{name} has weights on the meta device and nothing that loads them; load it with "
             "from_pretrained, with device_map where it does not fit"
         )
+
+
+def _is_dynamically_quantized(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.ao.nn.quantized.dynamic")
 
 
 def _refuse_training_mode(model: PreTrainedModel) -> None:

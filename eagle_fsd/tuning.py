@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 from filelock import FileLock
 from torch import nn
@@ -27,10 +26,10 @@ from torch.nn import functional as F
 
 from eagle_fsd.config import TreeConfig
 from eagle_fsd.default_target import cache_dir
-from eagle_fsd.device import device_name
+from eagle_fsd.device import available_bytes, device_name
 from eagle_fsd.drafter import HeadDrafter
 from eagle_fsd.files import write_json
-from eagle_fsd.packed import copied_bytes, is_packable, packed_product
+from eagle_fsd.packed import copied_bytes, packable_layers, packed_product
 from eagle_fsd.target import TargetModel
 from tree import DraftTree
 
@@ -120,9 +119,10 @@ def gains_by_packing(model: nn.Module) -> bool:
     Args:
         model: a loaded one.
     """
-    if not is_packable(model) or 2 * copied_bytes(model) > psutil.virtual_memory().available:
+    layers = packable_layers(model)
+    if not layers or 2 * copied_bytes(model) > available_bytes():
         return False
-    dtype = next(model.parameters()).dtype
+    dtype = layers[0].weight.dtype
     name = str(dtype).removeprefix("torch.")
     return _kept(f"{_machine()}, packed {name}", partial(_is_packed_faster, dtype))
 

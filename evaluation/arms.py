@@ -12,6 +12,7 @@ included.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import time
@@ -29,7 +30,6 @@ from eagle_fsd.config import SamplingConfig
 from eagle_fsd.decoder import SpeculativeDecoder
 from eagle_fsd.device import synchronize
 from eagle_fsd.divergence import unknown_name
-from eagle_fsd.packed import twin
 from eagle_fsd.stats import GenerationStats
 from eagle_fsd.target import TargetModel
 
@@ -293,6 +293,12 @@ def rotated(arms: Sequence[Arm], place: int) -> list[Arm]:
     """The arms from another first one on, so that drift of the machine favours none."""
     first = place % len(arms)
     return [*arms[first:], *arms[:first]]
+
+
+def twin(model: PreTrainedModel) -> PreTrainedModel:
+    """The same modules again on the same weights, with configs of their own."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 
 def _device(model: PreTrainedModel) -> torch.device:

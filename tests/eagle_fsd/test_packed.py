@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import random
+import threading
 from collections.abc import Callable
-from types import SimpleNamespace
+from pathlib import Path
 
+import accelerate
 import pytest
 import torch
 from hypothesis import given
@@ -14,13 +16,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from eagle_fsd import SpeculativeDecoder
+from eagle_fsd.device import available_bytes
 from eagle_fsd.drafter import HeadDrafter
 from eagle_fsd.packed import (
     PackedLinear,
     PackedTwin,
     PackedWeight,
     copied_bytes,
-    is_packable,
+    packable_layers,
     packed_product,
 )
 from eagle_fsd.target import TargetModel
@@ -112,9 +115,66 @@ def load_other_weights(model: nn.Module) -> None:
     model.load_state_dict(tiny_model(seed=9).state_dict())
 
 
-@pytest.mark.parametrize(
-    "change", [edit_a_weight, edit_data, replace_a_module, add_a_hook, load_other_weights]
-)
+def edit_a_row(model: nn.Module) -> None:
+    lm_head = model.get_submodule("lm_head").weight
+    with torch.no_grad():
+        lm_head[::3] = lm_head.flip(0)[::3]
+
+
+def edit_columns(model: nn.Module) -> None:
+    with torch.no_grad():
+        model.get_submodule("model.layers.1.mlp.down_proj").weight[:, 1:] *= -1
+
+
+def replace_parameters(model: nn.Module) -> None:
+    attention = model.get_submodule("model.layers.0.self_attn")
+    changed = attention.get_submodule("o_proj").weight.detach().clone()
+    changed[:, 1:] *= -1
+    attention.get_submodule("o_proj").weight = nn.Parameter(changed)
+    norm = model.get_submodule("model.norm")
+    norm.weight = nn.Parameter(torch.linspace(0.5, 2.0, norm.weight.numel()))
+
+
+def replace_a_buffer(model: nn.Module) -> None:
+    rotary = model.get_submodule("model.rotary_emb")
+    rotary.inv_freq = rotary.inv_freq * 0.1
+
+
+def replace_a_forward(model: nn.Module) -> None:
+    mlp = model.get_submodule("model.layers.0.mlp")
+    before = mlp.forward
+    mlp.forward = lambda hidden: -before(hidden)
+
+
+def set_an_attribute(model: nn.Module) -> None:
+    model.get_submodule("model.layers.1.self_attn").scaling *= 3
+
+
+def hook_by_accelerate(model: nn.Module) -> None:
+    class Negative(accelerate.hooks.ModelHook):
+        def post_forward(self, module: nn.Module, output: Tensor) -> Tensor:
+            return -output
+
+    accelerate.hooks.add_hook_to_module(model.get_submodule("model.layers.0.mlp"), Negative())
+
+
+def hook_a_layer(model: nn.Module) -> None:
+    linear = model.get_submodule("model.layers.0.mlp.up_proj")
+    linear.register_forward_hook(lambda _module, _inputs, output: -output)
+
+
+def convert(model: nn.Module) -> None:
+    model.to(torch.float64)
+
+
+CHANGES = [
+    *(edit_a_weight, edit_data, edit_a_row, edit_columns, replace_a_module, replace_parameters),
+    *(replace_a_buffer, replace_a_forward, set_an_attribute, add_a_hook, hook_a_layer),
+    *(hook_by_accelerate, load_other_weights, convert),
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_a_model_that_was_changed_since_is_followed(change: Callable[[nn.Module], None]) -> None:
     model = tiny_model()
     target = TargetModel(model, packs_weights=True)
@@ -124,7 +184,7 @@ def test_a_model_that_was_changed_since_is_followed(change: Callable[[nn.Module]
     assert decoder.generate(prompt, max_new_tokens=NEW_TOKENS).token_ids == first
     change(model)
     second = greedy_reference(model, prompt, NEW_TOKENS)
-    assert second != first
+    assert second != first or change is convert
     assert decoder.generate(prompt, max_new_tokens=NEW_TOKENS).token_ids == second
 
 
@@ -141,17 +201,47 @@ def test_a_head_that_was_trained_on_since_is_followed() -> None:
         head.load_state_dict(tiny_head(model, seed=8).state_dict())
 
 
-def test_what_is_no_plain_model_on_a_cpu_is_left_as_it_is() -> None:
-    meta = tiny_model().to("meta")
-    half = tiny_model().to(torch.float16)
-    hooked = tiny_model()
-    add_a_hook(hooked)
-    replaced = tiny_model()
-    replaced.model.layers[0].mlp.forward = lambda hidden: hidden  # as accelerate's hooks do
-    for model in (meta, half, hooked, replaced, nn.Identity()):
-        assert not is_packable(model)
+def test_what_is_no_plain_layer_on_a_cpu_is_left_as_it_is() -> None:
+    meta, half, split = tiny_model().to("meta"), tiny_model().to(torch.float16), tiny_model()
+    accelerate.cpu_offload(split)
+    for model in (meta, half, split, nn.Identity()):
+        assert packable_layers(model) == []
         assert PackedTwin(model).model is model
-    assert is_packable(tiny_model())
+    hooked = tiny_model()
+    hook_a_layer(hooked)
+    assert len(packable_layers(hooked)) == len(packable_layers(tiny_model())) - 1
+
+
+def test_whatever_hangs_on_a_model_is_shared_and_not_copied() -> None:
+    model = tiny_model()
+    model.guard, model.feed = threading.Lock(), iter(())
+    model.last = model(torch.tensor([[1, 2, 3]])).logits
+    twin = PackedTwin(model).model
+    assert all(getattr(twin, name) is getattr(model, name) for name in ("guard", "feed", "last"))
+    assert has_packed_layers(twin)
+
+
+def test_what_did_not_change_is_not_packed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model()
+    twin = PackedTwin(model)
+    before = twin.model
+    monkeypatch.setattr("eagle_fsd.packed.PackedWeight", lambda *_: pytest.fail("packed again"))
+    twin.refresh()
+    assert twin.model is before
+    set_an_attribute(model)
+    twin.refresh()
+    assert twin.model is not before
+
+
+def test_autocast_converts_as_it_does_without_packing() -> None:
+    model = tiny_model()
+    prompt = random_prompt(random.Random(4))
+    ids = []
+    for packs in (False, True):
+        decoder = SpeculativeDecoder(TargetModel(model, packs_weights=packs), None)
+        with torch.autocast("cpu"):
+            ids.append(decoder.plain(prompt, max_new_tokens=NEW_TOKENS).token_ids)
+    assert ids[0] == ids[1]
 
 
 def test_auto_packs_what_gains_where_the_memory_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,8 +255,7 @@ def test_auto_packs_what_gains_where_the_memory_is_there(monkeypatch: pytest.Mon
         assert not gains_by_packing(tiny_model().to(torch.float16))
     monkeypatch.setattr("eagle_fsd.tuning._kept", lambda *_: True)
     for available, packs in ((2 * size, True), (2 * size - 1, False)):
-        memory = SimpleNamespace(available=available)
-        monkeypatch.setattr("eagle_fsd.tuning.psutil.virtual_memory", lambda m=memory: m)
+        monkeypatch.setattr("eagle_fsd.tuning.available_bytes", lambda each=available: each)
         assert gains_by_packing(model) is packs
 
 
@@ -199,3 +288,15 @@ def test_packed_weights_are_asked_for_while_loading(asked: bool | str) -> None:
 def test_another_word_than_auto_is_refused() -> None:
     with pytest.raises(ValueError, match="packed_weights must be True, False or auto, got 'yes'"):
         SpeculativeDecoder.from_pretrained(tiny_model(), packed_weights="yes")
+
+
+def test_a_container_leaves_what_its_group_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("eagle_fsd.device._GROUP", tmp_path)
+    machine = available_bytes()
+    assert machine > 0
+    (tmp_path / "memory.current").write_text("700\n")
+    for limit, left in (("1000", 300), ("600", 0), ("max", None)):
+        (tmp_path / "memory.max").write_text(f"{limit}\n")
+        assert available_bytes() == left if left is not None else available_bytes() > 1000

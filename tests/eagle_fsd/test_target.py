@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 
 from eagle_fsd.attention import PACKED
 from eagle_fsd.decoder import SpeculativeDecoder
@@ -342,3 +345,62 @@ def _tiny_mamba() -> transformers.MambaConfig:
 
 def _tiny_gpt2() -> transformers.GPT2Config:
     return transformers.GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2, n_positions=32)
+
+
+def to_flex_attention(model: Any) -> None:
+    model.set_attn_implementation("flex_attention")
+
+
+def shrink(model: Any) -> None:
+    model.resize_token_embeddings(VOCABULARY - 28)
+
+
+def enlarge(model: Any) -> None:
+    model.resize_token_embeddings(VOCABULARY + 32)
+
+
+def hook_the_logits(model: Any) -> None:
+    def negate(_module: nn.Module, _inputs: object, output: Any) -> Any:
+        output["logits"] = -output["logits"]
+        return output
+
+    model.register_forward_hook(negate)
+
+
+def invoke_an_adapter(model: Any) -> None:
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invocation_tokens=[3, 4]
+    )
+    peft.get_peft_model(model, config)
+
+
+@pytest.mark.parametrize("packs", [False, True])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (to_flex_attention, "attention 'flex_attention' takes no tree mask"),
+        (shrink, "embeddings were resized; make a new decoder"),
+        (enlarge, "embeddings were resized; make a new decoder"),
+        (hook_the_logits, "forward was changed; make a new decoder"),
+        (invoke_an_adapter, "adapter 'default' of kind LORA"),
+    ],
+)
+def test_a_change_that_would_be_decoded_wrongly_is_refused_at_the_next_request(
+    change: Callable[[Any], None], message: str, packs: bool
+) -> None:
+    model = tiny_model(tie_word_embeddings=True)
+    model.tie_weights()
+    decoder = SpeculativeDecoder(TargetModel(model, packs_weights=packs), None)
+    prompt = torch.tensor([[1, 2, 110]])
+    before = decoder.plain(prompt, max_new_tokens=4)
+    assert before.token_ids == greedy_reference(model, prompt, 4)
+    change(model)
+    for temperature in (0.0, 1.0):
+        with pytest.raises((ValueError, UnsupportedModelError), match=message):
+            decoder.plain(prompt, max_new_tokens=4, temperature=temperature)
+
+
+def test_activations_quantised_over_all_tokens_of_a_pass_are_refused() -> None:
+    model = torch.ao.quantization.quantize_dynamic(tiny_model(), {nn.Linear}, dtype=torch.qint8)
+    with pytest.raises(UnsupportedModelError, match="scale depends on all tokens of a pass"):
+        TargetModel(model)
