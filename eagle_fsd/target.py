@@ -192,8 +192,13 @@ class TargetModel:
 
     @property
     def packs_weights(self) -> bool:
-        """Whether passes are computed with packed weights where the model allows it."""
+        """Whether passes are to be computed with packed weights where the model allows it."""
         return self._twin is not None
+
+    @property
+    def has_packed_weights(self) -> bool:
+        """Whether they are."""
+        return self._computing is not self.model
 
     @property
     def num_shards(self) -> int:

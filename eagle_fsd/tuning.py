@@ -74,7 +74,7 @@ def setting_of(target: TargetModel, drafter: HeadDrafter) -> str:
         f"{shape} V{target.vocabulary_size}",
         str(target.dtype).removeprefix("torch."),
         str(config._attn_implementation),
-        "packed" if target.packs_weights else "",
+        "packed" if target.has_packed_weights else "",
         f"head {head.intermediate_size} U{drafter.law.size}",
     )
     return ", ".join(fact for fact in facts if fact)

@@ -45,7 +45,7 @@ def environment(target: Target | None = None) -> dict[str, Any]:
         "device": None if device is None else str(device),
         "dtype": None if model is None else str(model.dtype).removeprefix("torch."),
         "attention": None if model is None else model.config._attn_implementation,
-        "packed_weights": None if model is None else model.packs_weights,
+        "packed_weights": None if model is None else model.has_packed_weights,
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,
