@@ -342,6 +342,8 @@ class _Rule(ABC):
 
     name: ClassVar[str]
     needs_draft_probs: ClassVar[bool] = False
+    # Whether a node whose exact draw is a child is left to that draw, whatever is decided there.
+    only_rescues: ClassVar[bool] = False
 
     @property
     @abstractmethod
@@ -416,6 +418,8 @@ class _RelaxedRule(_Rule):
 @dataclass(frozen=True)
 class _RescueRule(_RelaxedRule):
     """A rule in rescue order: (r, E) with E within C'."""
+
+    only_rescues: ClassVar[bool] = True
 
     def _relax(self, node: Node) -> Decision:
         parts = node.partition

@@ -213,10 +213,13 @@ class _Walk:
 
     def _visit_greedy(self, row: int, drawn: int) -> int | None:
         children = self._tree.children[row]
+        is_settled = drawn in children or drawn in self._verifier.stop_ids
+        if is_settled and getattr(self._verifier.rule, "only_rescues", False):
+            return self._emit_exact(row, drawn, 0.0)
         node, decision = self._decide(row)
         if decision.take is not None:
             token = int(node.children[decision.take])
-        elif drawn in children or drawn in self._verifier.stop_ids:
+        elif is_settled:
             return self._emit_exact(row, drawn, 0.0, decision.descend)
         else:
             rescued = greedy_rescue(node, decision)
