@@ -66,6 +66,9 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="on a CPU: faster products, for the memory of the weights again (default auto)",
     )
+    group.add_argument(
+        "--compile", action="store_true", help="torch.compile, minutes of it before the first token"
+    )
 
 
 def require_drafter(args: argparse.Namespace) -> None:
@@ -97,5 +100,6 @@ def load_decoder(args: argparse.Namespace) -> SpeculativeDecoder:
         device=args.device,
         tree=args.tree,
         packed_weights={"on": True, "off": False}.get(args.packed_weights, "auto"),
+        compile=args.compile,
         **{name: value for name, value in options.items() if value is not None},
     )

@@ -213,6 +213,7 @@ class SpeculativeDecoder:
         device: str | torch.device = "auto",
         tree: TreeConfig | str | None = None,
         packed_weights: bool | str = "auto",
+        compile: bool = False,
         **options: Any,
     ) -> SpeculativeDecoder:
         """Loads a target and what drafts for it.
@@ -236,6 +237,8 @@ class SpeculativeDecoder:
                 the memory of the linear layers again; "auto" where it is faster and the memory is
                 there. It has no effect on other devices, nor on quantised, offloaded or adapted
                 models.
+            compile: compute the target's passes and the head's steps with `torch.compile`, which
+                takes minutes at first and a compiler on the machine; weights are not packed then.
             **options: revision, token, device_map, tp_plan, quantization_config,
                 attn_implementation, ... for transformers.
 
@@ -244,8 +247,7 @@ class SpeculativeDecoder:
                 fit.
         """
         tree = _tree_config(tree)
-        if packed_weights not in (True, False, AUTO):
-            raise ValueError(f"packed_weights must be True, False or auto, got {packed_weights!r}")
+        _check_ways(packed_weights, compile)
         if draft_head is not None and draft_model is not None:
             raise ValueError("draft_head and draft_model exclude each other; give one of them")
         if draft_head is None and draft_vocab != AUTO:
@@ -261,7 +263,7 @@ class SpeculativeDecoder:
             model: nn.Module = target
         else:
             model, tokenizer = _load(target, dtype, device, options | {"tokenizer": tokenizer})
-        target_model = _target_model(model, packed_weights)
+        target_model = _target_model(model, packed_weights, compile)
         drafter: Drafter | None = None
         if draft_model is not None:
             drafter = _model_drafter(draft_model, target_model, tokenizer, packed_weights)
@@ -733,7 +735,18 @@ def _head_drafter(
     return HeadDrafter(head.to(target.output_device, target.dtype), target, vocabulary)
 
 
-def _target_model(model: nn.Module, packed_weights: bool | str) -> TargetModel:
+def _check_ways(packed_weights: Any, is_compiled: bool) -> None:
+    if packed_weights not in (True, False, AUTO):
+        raise ValueError(f"packed_weights must be True, False or auto, got {packed_weights!r}")
+    if is_compiled and packed_weights is True:
+        raise ValueError("compile and packed_weights exclude each other; give one of them")
+
+
+def _target_model(
+    model: nn.Module, packed_weights: bool | str, is_compiled: bool = False
+) -> TargetModel:
+    if is_compiled:
+        return TargetModel(model, is_compiled=True)
     packs = gains_by_packing(model) if packed_weights == AUTO else bool(packed_weights)
     return TargetModel(model, packs_weights=packs)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -106,6 +106,7 @@ class HeadDrafter:
         self.has_reduced_vocabulary = vocabulary is not None
         self.max_positions: int | None = head.config.max_position_embeddings
         self._twin = PackedTwin(head) if target.packs_weights else None
+        self._compiled = torch.compile(head, dynamic=True) if target.is_compiled else None
         self._target = target
         self._cache = PreallocatedLayer(capacity=0)
         self._pending: list[tuple[Tensor, Tensor]] = []
@@ -167,11 +168,17 @@ class HeadDrafter:
         dtype = self.head.fc.weight.dtype
         embed = self.head.embed_tokens if self.head.config.own_embeddings else self._target.embed
         embeddings = embed(token_ids.to(features.device)).to(dtype)
-        head = self.head if self._twin is None else self._twin.model
-        predicted: Tensor = head(
+        predicted: Tensor = self._computing_head(
             embeddings[None], features.to(dtype)[None], positions[None], mask, self._cache
         )
         return predicted[0]
+
+    @property
+    def _computing_head(self) -> Any:
+        """The head, or what computes the same faster."""
+        if self._compiled is not None:
+            return self._compiled
+        return self.head if self._twin is None else self._twin.model
 
     def _law(self, features: Tensor) -> Tensor:
         """[K, H] -> [K, U] float32 log q."""

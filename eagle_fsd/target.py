@@ -134,13 +134,20 @@ class TargetModel:
         packs_weights: compute on a CPU with linear layers laid out for few rows (see
             `eagle_fsd.packed`), which takes their memory a second time. A model that is split,
             quantised, adapted or hooked is computed as it is.
+        is_compiled: compute passes with `torch.compile`, one graph for all lengths; the first
+            passes then take minutes.
 
     Raises:
         UnsupportedModelError: when the model is of a kind that is not proven to be decoded right.
     """
 
     def __init__(
-        self, model: nn.Module, prefill_chunk: int = 1024, *, packs_weights: bool = False
+        self,
+        model: nn.Module,
+        prefill_chunk: int = 1024,
+        *,
+        packs_weights: bool = False,
+        is_compiled: bool = False,
     ) -> None:
         model = _unwrapped(model)
         _refuse_unsupported(model)
@@ -149,6 +156,7 @@ class TargetModel:
         self._backbone: nn.Module = model.get_decoder()
         self._lm_head: Any = model.get_output_embeddings()
         self._twin = PackedTwin(model) if packs_weights else None
+        self._compiled = torch.compile(self._backbone, dynamic=True) if is_compiled else None
         self._mask_kind = FAMILIES[self.config.model_type]
         self._prefill_chunk = prefill_chunk
         self._cache = PreallocatedCache(self.config.num_hidden_layers)
@@ -194,6 +202,11 @@ class TargetModel:
     def packs_weights(self) -> bool:
         """Whether passes are to be computed with packed weights where the model allows it."""
         return self._twin is not None
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether passes are computed with `torch.compile`."""
+        return self._compiled is not None
 
     @property
     def has_packed_weights(self) -> bool:
@@ -358,7 +371,9 @@ class TargetModel:
         """[N] ids -> [N, H] features."""
         if positions is None:
             positions = torch.arange(self.num_rows, self.num_rows + token_ids.numel())
-        outputs = self._computing.get_decoder()(
+        compiled = self._compiled
+        backbone = self._computing.get_decoder() if compiled is None else compiled
+        outputs = backbone(
             input_ids=token_ids.to(self.device)[None],
             attention_mask=masks,
             position_ids=positions.to(self.device)[None],

@@ -75,6 +75,7 @@ def setting_of(target: TargetModel, drafter: HeadDrafter) -> str:
         str(target.dtype).removeprefix("torch."),
         str(config._attn_implementation),
         "packed" if target.has_packed_weights else "",
+        "compiled" if target.is_compiled else "",
         f"head {head.intermediate_size} U{drafter.law.size}",
     )
     return ", ".join(fact for fact in facts if fact)

@@ -46,6 +46,7 @@ def environment(target: Target | None = None) -> dict[str, Any]:
         "dtype": None if model is None else str(model.dtype).removeprefix("torch."),
         "attention": None if model is None else model.config._attn_implementation,
         "packed_weights": None if model is None else model.has_packed_weights,
+        "compiled": None if model is None else model.is_compiled,
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,

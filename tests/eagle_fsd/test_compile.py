@@ -1,0 +1,75 @@
+"""`compile=True`: the same ids from compiled passes and steps."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from eagle_fsd import SpeculativeDecoder
+from eagle_fsd.checkpoint import save_head
+from eagle_fsd.target import TargetModel
+from tests.stubs import greedy_reference, random_prompt, tiny_head, tiny_model
+from tests.train.tiny import tiny_tokenizer
+
+NEW_TOKENS = 24
+
+
+def compiled_decoder(model: Any, folder: Any) -> SpeculativeDecoder:
+    save_head(tiny_head(model), folder)
+    return SpeculativeDecoder.from_pretrained(
+        model, draft_head=folder, tokenizer=tiny_tokenizer(), tree="8,3,3", compile=True
+    )
+
+
+def test_the_target_and_the_head_are_compiled_and_the_model_is_not_changed(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[nn.Module] = []
+    calls: list[str] = []
+
+    def fake(module: nn.Module, *, dynamic: bool) -> Any:
+        assert dynamic
+        made.append(module)
+
+        def forward(*arguments: Any, **named: Any) -> Any:
+            calls.append(type(module).__name__)
+            return module(*arguments, **named)
+
+        return forward
+
+    monkeypatch.setattr(torch, "compile", fake)
+    model = tiny_model()
+    decoder = compiled_decoder(model, tmp_path)
+    assert isinstance(decoder.target, TargetModel)
+    assert decoder.target.is_compiled
+    assert not decoder.target.has_packed_weights
+    assert [type(module).__name__ for module in made] == ["LlamaModel", "DraftHead"]
+    prompt = random_prompt(random.Random(0))
+    result = decoder.generate(prompt, max_new_tokens=NEW_TOKENS)
+    assert result.token_ids == greedy_reference(model, prompt, NEW_TOKENS)
+    assert calls.count("LlamaModel") == result.stats.num_cycles + 1
+    assert calls.count("DraftHead") >= result.stats.num_cycles
+
+
+def test_packing_and_compiling_exclude_each_other() -> None:
+    with pytest.raises(ValueError, match="compile and packed_weights exclude each other"):
+        SpeculativeDecoder.from_pretrained(tiny_model(), packed_weights=True, compile=True)
+
+
+@pytest.mark.slow
+def test_one_graph_serves_all_lengths(tmp_path: Any) -> None:
+    torch.compiler.reset()
+    model = tiny_model()
+    decoder = compiled_decoder(model, tmp_path)
+    for seed in range(8):
+        prompt = random_prompt(random.Random(seed))
+        expected = greedy_reference(model, prompt, NEW_TOKENS)
+        num_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        assert decoder.generate(prompt, max_new_tokens=NEW_TOKENS).token_ids == expected
+        assert decoder.plain(prompt, max_new_tokens=NEW_TOKENS).token_ids == expected
+        if seed >= 2:
+            assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == num_graphs
