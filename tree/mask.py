@@ -15,12 +15,16 @@ def ancestor_mask(parents: Tensor) -> Tensor:
     Returns:
         [N, N] bool on the device of `parents`; row i is node i.
     """
-    rows = parents.tolist()
-    mask = torch.eye(len(rows), dtype=torch.bool)
-    for node, parent in enumerate(rows):
-        if parent >= 0:
-            mask[node] |= mask[parent]
-    return mask.to(parents.device)
+    num_nodes = parents.numel()
+    # A last row, which sees nothing, stands for what is above the root.
+    seen = torch.eye(num_nodes + 1, num_nodes, dtype=torch.bool, device=parents.device)
+    above = torch.cat([parents, parents.new_full((1,), -1)])
+    above = torch.where(above < 0, num_nodes, above)
+    # After n rounds a row sees its nearest 2^n - 1 ancestors, and `above` is the next one.
+    for _ in range(max(0, num_nodes - 1).bit_length()):
+        seen = seen | seen[above]
+        above = above[above]
+    return seen[:num_nodes]
 
 
 def tree_position_ids(depths: Tensor, num_prefix: int) -> Tensor:

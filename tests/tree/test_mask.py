@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -88,3 +90,15 @@ def test_masks_follow_their_definitions(nodes: int, seed: int, prefix: int, wind
             is_near = prefix + depths[row] - position < window
             assert (sliding[row, key] == 0).item() == (is_seen and is_near)
         assert (sliding[row] == 0).any()  # no row is ever fully blocked
+
+
+@given(st.lists(st.integers(0, 10**6), max_size=70))
+def test_ancestors_are_those_that_the_parents_lead_to(draws: list[int]) -> None:
+    parents = [-1, *(draw % row for row, draw in enumerate(draws, start=1))]
+    expected = torch.zeros(len(parents), len(parents), dtype=torch.bool)
+    for row in range(len(parents)):
+        node = row
+        while node >= 0:
+            expected[row, node] = True
+            node = parents[node]
+    assert torch.equal(ancestor_mask(torch.tensor(parents)), expected)
