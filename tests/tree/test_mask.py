@@ -5,8 +5,6 @@ from __future__ import annotations
 import random
 
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
