@@ -110,8 +110,8 @@ def section(speed: dict[str, Any], costs: Sequence[dict[str, Any]]) -> str:
     ideal /= nearest["pass_s"] + nearest["draft_s"]
     lines += [
         "",
-        f"`exact` over `plain`, without prefill: {live:.2f}, which is {live / ideal:.0%} of acceptance length x "
-        f"t_plain / (t_pass + t_draft) = {ideal:.2f}, each timed alone at {nearest['context']} "
+        f"`exact` over `plain`, without prefill: {live:.2f}, which is {live / ideal:.0%} of "
+        f"acceptance length x t_plain / (t_pass + t_draft) = {ideal:.2f}, each timed alone at {nearest['context']} "
         "tokens.",
         "",
         "| context | plain step, ms | pass, ms | draft, ms | cycle, ms | overhead | MB |",
