@@ -111,8 +111,8 @@ def section(speed: dict[str, Any], costs: Sequence[dict[str, Any]]) -> str:
     lines += [
         "",
         f"`exact` over `plain`, without prefill: {live:.2f}, which is {live / ideal:.0%} of "
-        f"acceptance length x t_plain / (t_pass + t_draft) = {ideal:.2f}, each timed alone at {nearest['context']} "
-        "tokens.",
+        f"acceptance length x t_plain / (t_pass + t_draft) = {ideal:.2f}, each timed alone at "
+        f"{nearest['context']} tokens.",
         "",
         "| context | plain step, ms | pass, ms | draft, ms | cycle, ms | overhead | MB |",
         "|---|---|---|---|---|---|---|",
