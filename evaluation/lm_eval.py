@@ -1,7 +1,7 @@
 """Runs lm-eval's tasks on our decoder: its own command line, with one model more, `eagle_fsd`.
 
 python -m evaluation.lm_eval --model eagle_fsd --tasks gsm8k --limit 4 \
-    --model_args target=demo,draft_head=demo,rule=fuzzy:0.3:js,device=cpu
+    --model_args target=demo,draft_head=demo,rule=fuzzy:0.3:js
 
 Answers are decoded with the rule, log-likelihoods are the target's own. --model_args takes
 
@@ -9,7 +9,9 @@ Answers are decoded with the rule, log-likelihoods are the target's own. --model
     draft_head, draft_model    what drafts (not needed with plain=true)
     draft_vocab, tree          as of evaluation.run; a tree is written with colons, tree=16:4:4
     rule, threshold, divergence, budget, plain=true
-    dtype, device, revision, attn_implementation
+    dtype, revision, attn_implementation
+    device                     auto (default), cpu, cuda, cuda:N or mps; wins over --device, of
+                               which lm-eval's own default cuda:0 counts as auto
     max_length                 longest prompt and answer together, below the target's own
     max_gen_toks               of an answer where the task says nothing (default 256)
     add_bos_token              whether prompts begin with it (default as the tokenizer does)

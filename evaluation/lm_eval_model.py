@@ -7,6 +7,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from types import UnionType
 from typing import Any
 
 import lm_eval.models  # noqa: F401 - lm-eval registers its own models only where it has none yet
@@ -30,6 +31,9 @@ _MAX_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_t
 _SAMPLING = ("top_p", "top_k", "min_p")
 # Settings that we do not have, with the value that turns each off.
 _NEUTRAL = {"num_beams": 1, "repetition_penalty": 1.0, "num_return_sequences": 1}
+
+# What lm-eval passes on as the device where there is no --device.
+_LM_EVALS_DEVICE = "cuda:0"
 
 Scored = tuple[tuple[str, str] | None, list[int], list[int]]
 
@@ -83,6 +87,17 @@ class EagleFsdLM(TemplateLM):  # type: ignore[misc]
         max_batch_size: int | None = None,
     ) -> None:
         super().__init__()
+        _check("a text", str, target=target, tree=tree, rule=rule, dtype=dtype, device=device)
+        _check("a text", str | None, draft_head=draft_head, draft_model=draft_model)
+        _check("a text", str | None, divergence=divergence, revision=revision)
+        _check("a text", str | None, attn_implementation=attn_implementation)
+        _check("a number", int | float | None, threshold=threshold, budget=budget)
+        _check("true or false", bool, plain=plain)
+        _check("true or false", bool | None, add_bos_token=add_bos_token)
+        _check("a whole number", int, max_gen_toks=max_gen_toks, seed=seed)
+        _check("a whole number", int | None, max_length=max_length)
+        if max_gen_toks < 1:
+            raise ValueError(f"max_gen_toks must be >= 1, got {max_gen_toks}")
         for name, size in (("batch_size", batch_size), ("max_batch_size", max_batch_size)):
             if size is not None and str(size) not in ("1", "auto"):
                 raise ValueError(f"{name} must be 1, one request at a time, got {size!r}")
@@ -115,6 +130,29 @@ class EagleFsdLM(TemplateLM):  # type: ignore[misc]
         self._is_plain = plain
         self._seed = seed
         self._name = str(target)
+
+    @classmethod
+    def create_from_arg_string(
+        cls, arg_string: str, additional_config: dict[str, Any] | None = None
+    ) -> EagleFsdLM:
+        """As `create_from_arg_obj`, of --model_args as they are written."""
+        return cls.create_from_arg_obj(utils.simple_parse_args_string(arg_string), additional_config)
+
+    @classmethod
+    def create_from_arg_obj(
+        cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None
+    ) -> EagleFsdLM:
+        """The model of --model_args, which win over lm-eval's own flags.
+
+        Args:
+            arg_dict: --model_args.
+            additional_config: lm-eval's --device and --batch_size; its default device, which
+                cannot be told from one that is asked for, is our "auto".
+        """
+        flags = {name: v for name, v in (additional_config or {}).items() if v is not None}
+        if flags.get("device") == _LM_EVALS_DEVICE:
+            flags["device"] = "auto"
+        return cls(**(flags | arg_dict))
 
     def _checked_length(self, max_length: int | None) -> int:
         longest = self._target.max_positions
@@ -331,6 +369,15 @@ class EagleFsdLM(TemplateLM):  # type: ignore[misc]
             totals.append(sum(score for score, _ in scores))
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, totals[-1])
         return totals
+
+
+def _check(words: str, kind: type | UnionType, **values: Any) -> None:
+    """Refuses what lm-eval reads --model_args as: the text "no", 1.0 for 1, a number for a name."""
+    for name, value in values.items():
+        is_stray = isinstance(value, bool) and kind not in (bool, bool | None)
+        if is_stray or not isinstance(value, kind):
+            hint = "; put it in quotes" if words == "a text" else ""
+            raise TypeError(f"{name} must be {words}, got {value!r}{hint}")
 
 
 def generation_options(gen_kwargs: Mapping[str, Any], max_gen_toks: int) -> dict[str, Any]:

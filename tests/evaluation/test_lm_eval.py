@@ -315,6 +315,55 @@ def test_arguments_that_do_not_fit(
         ours(models_, **changes)
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"plain": "no"}, "plain must be true or false, got 'no'"),
+        ({"plain": 0}, "plain must be true or false, got 0"),
+        ({"add_bos_token": "no"}, "add_bos_token must be true or false, got 'no'"),
+        ({"max_length": 100.0}, "max_length must be a whole number, got 100.0"),
+        ({"max_gen_toks": True}, "max_gen_toks must be a whole number, got True"),
+        ({"max_gen_toks": None}, "max_gen_toks must be a whole number, got None"),
+        ({"seed": "x"}, "seed must be a whole number, got 'x'"),
+        ({"threshold": "x"}, "threshold must be a number, got 'x'"),
+        ({"revision": 1234}, "revision must be a text, got 1234; put it in quotes"),
+    ],
+)
+def test_arguments_of_another_kind(
+    models_: tuple[str, str], changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(TypeError, match=words):
+        ours(models_, **changes)
+
+
+@pytest.mark.parametrize(
+    ("more", "flag", "device"),
+    [
+        ("", "cuda:0", "auto"),  # lm-eval's own default
+        ("", None, "auto"),
+        ("", "cpu", "cpu"),
+        ("", "cuda:1", "cuda:1"),
+        (",device=cpu", "cuda:0", "cpu"),
+        (",device=cuda:0", "cpu", "cuda:0"),
+    ],
+)
+def test_a_device_of_model_args_wins_and_lm_evals_default_is_our_auto(
+    monkeypatch: pytest.MonkeyPatch, more: str, flag: str | None, device: str
+) -> None:
+    given: dict[str, Any] = {}
+
+    def keep(self: EagleFsdLM, **arguments: Any) -> None:
+        given.clear()
+        given.update({"device": "auto"} | arguments)
+
+    monkeypatch.setattr(EagleFsdLM, "__init__", keep)
+    flags = {"batch_size": 1, "max_batch_size": None, "device": flag}
+    EagleFsdLM.create_from_arg_string(f"target=t,plain=true{more}", flags)
+    assert given == {"target": "t", "plain": True, "batch_size": 1, "device": device}
+    EagleFsdLM.create_from_arg_obj({"target": "t"} | ({"device": "cpu"} if more else {}), flags)
+    assert given["device"] == ("cpu" if more else device)
+
+
 def test_prompts_without_room(models_: tuple[str, str]) -> None:
     model = ours(models_, max_length=20)
     with pytest.raises(ValueError, match="answers of 20 tokens leave no room"):
@@ -332,11 +381,12 @@ def test_the_command_registers_the_model_and_hands_over(
     done = subprocess.run(
         [
             *(sys.executable, "-m", "evaluation.lm_eval", "--model", "eagle_fsd"),
-            *("--model_args", arguments, "--device", "cpu", "--tasks", ",".join(TASKS)),
+            *("--model_args", arguments, "--tasks", ",".join(TASKS)),
             *("--include_path", str(tasks), "--output_path", str(tmp_path)),
         ],
         cwd=REPOSITORY,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        env=os.environ
+        | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
     )
