@@ -195,6 +195,8 @@ class SpeculativeDecoder:
                 "target must be a TargetModel; wrap the model, TargetModel(model), or give it to "
                 "SpeculativeDecoder.from_pretrained"
             )
+        if isinstance(drafter, ModelDrafter) and drafter.model is target:
+            raise ValueError("target and draft model share one cache; wrap the model once for each")
         self.target = target
         self.drafter = drafter
         self.tokenizer = tokenizer

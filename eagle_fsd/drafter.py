@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from eagle_fsd.cache import PreallocatedLayer
 from eagle_fsd.config import TreeConfig
 from eagle_fsd.draft_head import DraftHead
 from eagle_fsd.draft_vocab import DraftLaw
-from eagle_fsd.packed import PackedTwin
+from eagle_fsd.packed import PackedLayers
 from eagle_fsd.target import TargetModel
 from tree import DraftTree, Frontier, Growth
 
@@ -105,7 +106,7 @@ class HeadDrafter:
         self.law = DraftLaw(target, vocabulary)
         self.has_reduced_vocabulary = vocabulary is not None
         self.max_positions: int | None = head.config.max_position_embeddings
-        self._twin = PackedTwin(head) if target.packs_weights else None
+        self._packed = PackedLayers(head) if target.packs_weights else None
         self._compiled = torch.compile(head, dynamic=True) if target.is_compiled else None
         self._target = target
         self._cache = PreallocatedLayer(capacity=0)
@@ -120,8 +121,8 @@ class HeadDrafter:
     def start(self, capacity: int) -> None:
         self._cache.reserve(capacity)
         self._pending = []
-        if self._twin is not None:
-            self._twin.refresh()
+        if self._packed is not None:
+            self._packed.refresh()
 
     def commit(self, token_ids: Tensor, features: Tensor) -> None:
         self._pending.append((token_ids, features))
@@ -168,17 +169,12 @@ class HeadDrafter:
         dtype = self.head.fc.weight.dtype
         embed = self.head.embed_tokens if self.head.config.own_embeddings else self._target.embed
         embeddings = embed(token_ids.to(features.device)).to(dtype)
-        predicted: Tensor = self._computing_head(
-            embeddings[None], features.to(dtype)[None], positions[None], mask, self._cache
-        )
+        head = self.head if self._compiled is None else self._compiled
+        with nullcontext() if self._packed is None else self._packed.computing():
+            predicted: Tensor = head(
+                embeddings[None], features.to(dtype)[None], positions[None], mask, self._cache
+            )
         return predicted[0]
-
-    @property
-    def _computing_head(self) -> Any:
-        """The head, or what computes the same faster."""
-        if self._compiled is not None:
-            return self._compiled
-        return self.head if self._twin is None else self._twin.model
 
     def _law(self, features: Tensor) -> Tensor:
         """[K, H] -> [K, U] float32 log q."""
@@ -206,6 +202,11 @@ class ModelDrafter:
         self._vocabulary_size = vocabulary_size
         self._unread = torch.empty(0, dtype=torch.int64)
         self._is_root_read = False
+
+    @property
+    def model(self) -> TargetModel:
+        """The small model."""
+        return self._model
 
     def start(self, capacity: int) -> None:
         self._model.start(capacity)

@@ -9,8 +9,8 @@ layers a second time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -62,56 +62,52 @@ class PackedWeight:
         return self._weight.detach().reshape(-1)[self._places]
 
 
-class PackedLinear(nn.Module):
-    """A linear layer computed by its `PackedWeight`, on the parameters of the layer itself."""
-
-    def __init__(self, linear: nn.Linear, product: PackedWeight) -> None:
-        super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.weight, self.bias = linear.weight, linear.bias
-        self._product = product
-
-    def forward(self, rows: Tensor) -> Tensor:
-        return self._product(rows)
-
-
-class PackedTwin:
-    """The modules of a model again, with packed linear layers; the model itself stays as it is.
-
-    Each module of the twin has the attributes, parameters, buffers and hooks of its original, and
-    `refresh` follows what was changed since. Linear layers that are not plain weights in a CPU's
-    memory, or have hooks, are the originals.
+class PackedLayers:
+    """The linear layers of a model with their packed weights, to compute by for a while.
 
     Args:
-        model: any module.
+        model: any module. Its layers call their packed weights only within `computing`; nothing of
+            it is copied or replaced, so that hooks, attributes and other modules stay its own.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._source = model
-        self._seen: list[object] = []
+        self._model = model
         self._products: dict[nn.Linear, PackedWeight] = {}
         self.refresh()
 
     @property
-    def model(self) -> nn.Module:
-        """The twin, or the model itself where nothing of it can be packed."""
-        return self._model
+    def num_layers(self) -> int:
+        """How many layers there are; 0 for a model that is computed as it is."""
+        return len(self._products)
 
     def refresh(self) -> None:
-        """Follows the model's modules, attributes, hooks and weights."""
-        linears = packable_layers(self._source)
-        products = {linear: self._products.get(linear) for linear in linears}
-        is_same = self._products.keys() == products.keys()
-        for linear, product in products.items():
-            if product is None or not product.is_of(linear.weight, linear.bias):
-                products[linear] = PackedWeight(linear.weight, linear.bias)
-                is_same = False
-        seen = list(_bindings(self._source))
-        if is_same and _are_the_same(seen, self._seen):
+        """Follows layers that were added, removed or replaced, and weights that were changed."""
+        linears = packable_layers(self._model)
+        kept = {linear: self._products.pop(linear, None) for linear in linears}
+        self._products = {}  # what is outdated makes room before anything is packed anew
+        for linear in linears:
+            product = kept.pop(linear)
+            if product is not None and not product.is_of(linear.weight, linear.bias):
+                product = None
+            self._products[linear] = product or PackedWeight(linear.weight, linear.bias)
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Within it, and without a gradient, the layers multiply by their packed weights.
+
+        As `torch.func.functional_call` does with parameters, it sets each layer's forward for the
+        time of a pass and takes it away again.
+        """
+        if torch.is_grad_enabled():  # packed weights have no gradient
+            yield
             return
-        self._seen = seen
-        self._products = {linear: each for linear, each in products.items() if each is not None}
-        self._model = _twin(self._source, self._products) if linears else self._source
+        for linear, product in self._products.items():
+            vars(linear)["forward"] = product
+        try:
+            yield
+        finally:
+            for linear in self._products:  # another thread's pass over the model may have done so
+                vars(linear).pop("forward", None)
 
 
 def packable_layers(model: nn.Module) -> list[nn.Linear]:
@@ -128,8 +124,9 @@ def packable_layers(model: nn.Module) -> list[nn.Linear]:
 
 def may_pack(weight: Tensor) -> bool:
     """Whether a weight is numbers that a CPU's packed product takes."""
-    is_there = weight.device.type == "cpu" and weight.dtype in DTYPES
-    return is_there and bool(torch._C._has_mkldnn)
+    is_there = weight.device.type == "cpu" and weight.numel() > 0 and weight.dtype in DTYPES
+    # PyTorch does not count what is written to an inference tensor.
+    return is_there and not weight.is_inference() and bool(torch._C._has_mkldnn)
 
 
 def copied_bytes(model: nn.Module) -> int:
@@ -157,52 +154,15 @@ def packed_product(rows: Tensor, weight: Tensor) -> Callable[[], Tensor] | None:
 
 def _state(weight: Tensor) -> tuple[object, ...]:
     """Differs when a tensor was written to, moved or converted."""
-    return weight.data_ptr(), 0 if weight.is_inference() else weight._version, weight.dtype
+    return weight.data_ptr(), weight._version, weight.dtype
 
 
 def _is_plain(linear: nn.Linear) -> bool:
-    """Whether a layer is its weights and nothing more."""
-    has_hooks = linear._forward_hooks or linear._forward_pre_hooks
-    is_plain = type(linear.weight) is nn.Parameter and may_pack(linear.weight)
-    return is_plain and not has_hooks and "forward" not in vars(linear)
+    """Whether a layer computes what its class does, with a weight as it is."""
+    own = vars(linear).get("forward")
+    has_own_forward = own is not None and not isinstance(own, PackedWeight)
+    return type(linear.weight) is nn.Parameter and may_pack(linear.weight) and not has_own_forward
 
 
 def _is_adapter(module: nn.Module) -> bool:
     return type(module).__module__.partition(".")[0] == "peft"
-
-
-def _bindings(model: nn.Module) -> Iterator[object]:
-    """What the names of all modules stand for, in order."""
-    for module in model.modules():
-        yield module
-        yield from vars(module)
-        yield from vars(module).values()
-        yield from module._modules.values()
-
-
-def _are_the_same(some: list[object], others: list[object]) -> bool:
-    return len(some) == len(others) and all(map(_is, some, others))
-
-
-def _is(one: object, other: object) -> bool:
-    return one is other or (type(one) is str and one == other)
-
-
-def _twin(model: nn.Module, products: dict[nn.Linear, PackedWeight]) -> nn.Module:
-    """A module for each module, with its very attributes; only children are twins in their turn."""
-    twins: dict[nn.Module, nn.Module] = {
-        linear: PackedLinear(linear, product) for linear, product in products.items()
-    }
-
-    def twin(module: nn.Module) -> nn.Module:
-        if module not in twins:
-            made: Any = object.__new__(type(module))
-            twins[module] = made
-            children = {
-                name: None if child is None else twin(child)
-                for name, child in module._modules.items()
-            }
-            made.__dict__.update(vars(module) | {"_modules": children})
-        return twins[module]
-
-    return twin(model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -15,7 +16,7 @@ from eagle_fsd.attention import PACKED
 from eagle_fsd.cache import PreallocatedCache
 from eagle_fsd.chat import merge_stop_ids
 from eagle_fsd.errors import UnsupportedModelError
-from eagle_fsd.packed import PackedTwin
+from eagle_fsd.packed import PackedLayers
 from eagle_fsd.turnstile import Turnstile
 from tree import DraftTree, additive_mask, ancestor_mask, sliding_additive_mask, tree_position_ids
 
@@ -134,8 +135,8 @@ class TargetModel:
         packs_weights: compute on a CPU with linear layers laid out for few rows (see
             `eagle_fsd.packed`), which takes their memory a second time. A model that is split,
             quantised, adapted or hooked is computed as it is.
-        is_compiled: compute passes with `torch.compile`, one graph for all lengths; the first
-            passes then take minutes.
+        is_compiled: compute passes with `torch.compile`, by graphs that serve all lengths; the
+            first passes then take minutes.
 
     Raises:
         UnsupportedModelError: when the model is of a kind that is not proven to be decoded right.
@@ -155,7 +156,7 @@ class TargetModel:
         self.config: Any = model.config
         self._backbone: nn.Module = model.get_decoder()
         self._lm_head: Any = model.get_output_embeddings()
-        self._twin = PackedTwin(model) if packs_weights else None
+        self._packed = PackedLayers(model) if packs_weights else None
         self._compiled = torch.compile(self._backbone, dynamic=True) if is_compiled else None
         self._mask_kind = FAMILIES[self.config.model_type]
         self._prefill_chunk = prefill_chunk
@@ -171,6 +172,8 @@ class TargetModel:
         self._cap = self._find_output_transform()
         self._num_embeddings = self._embedding_weight.shape[0]
         self._own_forward = _own_forward(model)
+        self._counts_and_scales = _counts_and_scales(self.config)
+        self._hooked_modules = _hooked_modules(model) if is_compiled else []
 
     @property
     def vocabulary_size(self) -> int:
@@ -201,7 +204,7 @@ class TargetModel:
     @property
     def packs_weights(self) -> bool:
         """Whether passes are to be computed with packed weights where the model allows it."""
-        return self._twin is not None
+        return self._packed is not None
 
     @property
     def is_compiled(self) -> bool:
@@ -211,7 +214,7 @@ class TargetModel:
     @property
     def has_packed_weights(self) -> bool:
         """Whether they are."""
-        return self._computing is not self.model
+        return self._packed is not None and self._packed.num_layers > 0
 
     @property
     def num_shards(self) -> int:
@@ -244,11 +247,6 @@ class TargetModel:
         return self._cache.num_rows
 
     @property
-    def _computing(self) -> Any:
-        """The model whose modules run."""
-        return self.model if self._twin is None else self._twin.model
-
-    @property
     def _embedding_weight(self) -> Tensor:
         weight = self.model.get_input_embeddings().weight
         assert isinstance(weight, Tensor)
@@ -264,8 +262,8 @@ class TargetModel:
         """
         _refuse_unsupported(self.model)
         self._refuse_changes()
-        if self._twin is not None:
-            self._twin.refresh()
+        if self._packed is not None:
+            self._packed.refresh()
         self._cache.reserve(capacity)
 
     @torch.inference_mode()
@@ -323,10 +321,8 @@ class TargetModel:
 
     def logits(self, features: Tensor) -> Tensor:
         """What the model's forward makes of features: [..., H] -> [..., V]."""
-        lm_head = self._lm_head
-        if self._twin is not None and not torch.is_grad_enabled():  # packed weights have none
-            lm_head = self._computing.get_output_embeddings()
-        return self.cap(lm_head(features))
+        with self._computing():
+            return self.cap(self._lm_head(features))
 
     def cap(self, scores: Tensor) -> Tensor:
         """What the model does between `lm_head` and its logits, token by token."""
@@ -355,6 +351,10 @@ class TargetModel:
         embedded: Tensor = self.model.get_input_embeddings()(token_ids.to(self.device))
         return embedded.to(self.output_device)
 
+    def _computing(self) -> AbstractContextManager[None]:
+        """The time of a pass."""
+        return nullcontext() if self._packed is None else self._packed.computing()
+
     def _refuse_changes(self) -> None:
         """What was looked at once, and would be another now."""
         changed = None
@@ -364,6 +364,10 @@ class TargetModel:
             changed = "embeddings were resized"
         elif _own_forward(self.model) != self._own_forward:
             changed = "forward was changed"
+        elif _counts_and_scales(self.config) != self._counts_and_scales:
+            changed = "configuration was changed"
+        elif self.is_compiled and _hooked_modules(self.model) != self._hooked_modules:
+            changed = "modules or hooks were changed after it was compiled"
         if changed:
             raise ValueError(f"the target's {changed}; make a new decoder for it")
 
@@ -371,15 +375,18 @@ class TargetModel:
         """[N] ids -> [N, H] features."""
         if positions is None:
             positions = torch.arange(self.num_rows, self.num_rows + token_ids.numel())
-        compiled = self._compiled
-        backbone = self._computing.get_decoder() if compiled is None else compiled
-        outputs = backbone(
-            input_ids=token_ids.to(self.device)[None],
-            attention_mask=masks,
-            position_ids=positions.to(self.device)[None],
-            cache=self._cache,
-            use_cache=True,
-        )
+        input_ids = token_ids.to(self.device)[None]
+        backbone: Any = self.model.get_decoder()
+        if self._compiled is not None:
+            backbone, input_ids = self._compiled, input_ids.clone()  # one kind of tensor, one graph
+        with self._computing():
+            outputs = backbone(
+                input_ids=input_ids,
+                attention_mask=masks,
+                position_ids=positions.to(self.device)[None],
+                cache=self._cache,
+                use_cache=True,
+            )
         features: Tensor = outputs.last_hidden_state[0]
         return features.to(self._output_device)
 
@@ -439,6 +446,20 @@ def _own_forward(model: nn.Module) -> tuple[object, ...]:
     """What decides, beside the class, what calling the model gives."""
     hooks = (*model._forward_pre_hooks.values(), *model._forward_hooks.values())
     return (vars(model).get("forward"), *hooks)
+
+
+def _counts_and_scales(config: Any) -> tuple[object, ...]:
+    """What the cache and the output transform were made for."""
+    names = ("num_hidden_layers", "final_logit_softcapping", "logits_scaling")
+    return tuple(getattr(config, name, None) for name in names)
+
+
+def _hooked_modules(model: nn.Module) -> list[tuple[int, int, int]]:
+    """What compiled code does not look at again."""
+    return [
+        (id(module), len(module._forward_pre_hooks), len(module._forward_hooks))
+        for module in model.modules()
+    ]
 
 
 def _output_transforms(config: Any) -> Iterator[Callable[[Tensor], Tensor]]:

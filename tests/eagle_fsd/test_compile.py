@@ -73,3 +73,25 @@ def test_one_graph_serves_all_lengths(tmp_path: Any) -> None:
         assert decoder.plain(prompt, max_new_tokens=NEW_TOKENS).token_ids == expected
         if seed >= 2:
             assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == num_graphs
+
+
+def hook(model: Any) -> None:
+    model.model.layers[1].mlp.register_forward_hook(lambda _module, _inputs, output: -output)
+
+
+def replace_the_decoder(model: Any) -> None:
+    model.model = tiny_model(seed=4).model
+
+
+@pytest.mark.parametrize("change", [hook, replace_the_decoder])
+def test_what_compiled_code_does_not_look_at_again_is_refused(
+    change: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "compile", lambda module, **_: module)
+    model = tiny_model()
+    decoder = SpeculativeDecoder(TargetModel(model, is_compiled=True), None)
+    prompt = random_prompt(random.Random(0))
+    decoder.plain(prompt, max_new_tokens=2)
+    change(model)
+    with pytest.raises(ValueError, match="after it was compiled; make a new decoder"):
+        decoder.plain(prompt, max_new_tokens=2)

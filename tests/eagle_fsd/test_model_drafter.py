@@ -305,3 +305,11 @@ def test_a_wide_tree_grows_past_the_capacity_that_was_reserved() -> None:
     prompt = torch.tensor([[4, 8, 15]])
     result = decoder.generate(prompt, tree="2,4,10", max_new_tokens=8)
     assert result.token_ids == greedy_reference(model_of(decoder), prompt, 8)
+
+
+def test_a_target_does_not_draft_for_itself_in_one_cache() -> None:
+    model = tiny_model()
+    target = TargetModel(model)
+    with pytest.raises(ValueError, match="share one cache; wrap the model once for each"):
+        SpeculativeDecoder(target, ModelDrafter(target, target.vocabulary_size))
+    SpeculativeDecoder(target, ModelDrafter(TargetModel(model), target.vocabulary_size))

@@ -6,7 +6,9 @@ import copy
 import random
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import accelerate
 import pytest
@@ -19,8 +21,7 @@ from eagle_fsd import SpeculativeDecoder
 from eagle_fsd.device import available_bytes
 from eagle_fsd.drafter import HeadDrafter
 from eagle_fsd.packed import (
-    PackedLinear,
-    PackedTwin,
+    PackedLayers,
     PackedWeight,
     copied_bytes,
     packable_layers,
@@ -34,8 +35,9 @@ from tests.train.tiny import tiny_tokenizer
 NEW_TOKENS = 24
 
 
-def has_packed_layers(model: nn.Module) -> bool:
-    return any(isinstance(module, PackedLinear) for module in model.modules())
+def planted(model: nn.Module) -> list[str]:
+    """Modules that have a forward of their own at the moment."""
+    return [name for name, module in model.named_modules() if "forward" in vars(module)]
 
 
 @given(
@@ -66,18 +68,49 @@ def test_it_equals_the_written_out_product(
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "qwen3_moe", "phi3"])
-def test_the_twin_computes_the_same_and_the_model_stays_as_it_is(family: str) -> None:
+def test_packed_layers_compute_the_same_and_leave_the_model_as_it_is(family: str) -> None:
     model = tiny_model(family)
     before = copy.deepcopy(model.state_dict())
-    twin = PackedTwin(model).model
-    assert twin is not model
-    assert has_packed_layers(twin)
-    assert not has_packed_layers(model)
+    layers = PackedLayers(model)
     tokens = random_prompt(random.Random(0))
     with torch.inference_mode():
-        torch.testing.assert_close(twin(tokens).logits, model(tokens).logits, rtol=1e-4, atol=1e-4)
+        expected = model(tokens).logits
+        with layers.computing():
+            assert len(planted(model)) == layers.num_layers > 0
+            torch.testing.assert_close(model(tokens).logits, expected, rtol=1e-4, atol=1e-4)
+        assert planted(model) == []
+        assert torch.equal(model(tokens).logits, expected)
     assert all(torch.equal(before[name], each) for name, each in model.state_dict().items())
-    assert {id(each) for each in twin.parameters()} == {id(each) for each in model.parameters()}
+
+
+def test_a_pass_that_fails_leaves_the_model_as_it_is() -> None:
+    model = tiny_model()
+    layers = PackedLayers(model)
+
+    def fail() -> None:
+        with torch.inference_mode(), layers.computing():
+            assert planted(model)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fail()
+    assert planted(model) == []
+
+
+def test_several_decoders_in_threads_share_one_model() -> None:
+    model = tiny_model()
+    prompts = [random_prompt(random.Random(seed)) for seed in range(3)]
+    expected = [greedy_reference(model, prompt, NEW_TOKENS) for prompt in prompts]
+
+    def decode(prompt: Tensor) -> list[list[int]]:
+        target = TargetModel(model, packs_weights=True)
+        decoder = SpeculativeDecoder(target, HeadDrafter(tiny_head(model), target), tree="8,3,3")
+        return [decoder.generate(prompt, max_new_tokens=NEW_TOKENS).token_ids for _ in range(8)]
+
+    with ThreadPoolExecutor(3) as pool:
+        for ids, wanted in zip(pool.map(decode, prompts), expected, strict=True):
+            assert ids == [wanted] * 8
+    assert planted(model) == []
 
 
 def test_training_goes_on_through_the_model_itself() -> None:
@@ -205,33 +238,114 @@ def test_a_head_that_was_trained_on_since_is_followed() -> None:
 def test_what_is_no_plain_layer_on_a_cpu_is_left_as_it_is() -> None:
     meta, half, split = tiny_model().to("meta"), tiny_model().to(torch.float16), tiny_model()
     accelerate.cpu_offload(split)
-    for model in (meta, half, split, nn.Identity()):
+    with torch.inference_mode():
+        uncounted = tiny_model()
+    for model in (
+        meta,
+        half,
+        split,
+        uncounted,
+        tiny_model(intermediate_size=0).model.layers[0].mlp,
+    ):
         assert packable_layers(model) == []
-        assert PackedTwin(model).model is model
-    hooked = tiny_model()
-    hook_a_layer(hooked)
-    assert len(packable_layers(hooked)) == len(packable_layers(tiny_model())) - 1
+        assert PackedLayers(model).num_layers == 0
+    replaced = tiny_model()
+    linear = replaced.model.layers[0].mlp.up_proj
+    linear.forward = lambda rows: rows @ linear.weight.T  # as accelerate's hooks do
+    assert len(packable_layers(replaced)) == len(packable_layers(tiny_model())) - 1
 
 
-def test_whatever_hangs_on_a_model_is_shared_and_not_copied() -> None:
+def hook_by_identity(model: Any) -> None:
+    """Steering that looks at the module it is called for."""
+    factors = {layer.mlp: factor for layer, factor in zip(model.model.layers, (1, -1), strict=True)}
+    for mlp in factors:
+        mlp.register_forward_hook(lambda module, _inputs, output: output * factors[module])
+
+
+def class_that_looks_at_its_layers(model: Any) -> None:
+    class Scaled(nn.Module):
+        def __init__(self, linear: nn.Linear) -> None:
+            super().__init__()
+            self.linear = linear
+            linear.alpha = 0.7
+
+        def forward(self, rows: Tensor) -> Tensor:
+            factor = self.linear.alpha if isinstance(self.linear, nn.Linear) else -1.0
+            return factor * self.linear(rows)
+
+    model.model.layers[0].self_attn.o_proj = Scaled(model.model.layers[0].self_attn.o_proj)
+
+
+def class_with_slots(model: Any) -> None:
+    class Slotted(nn.Module):
+        __slots__ = ("factor",)
+
+        def forward(self, rows: Tensor) -> Tensor:
+            return self.factor * rows
+
+    slotted = Slotted()
+    slotted.factor = -1.0
+    model.model.layers[1].mlp.act_fn = slotted
+
+
+@pytest.mark.parametrize(
+    "change", [hook_by_identity, class_that_looks_at_its_layers, class_with_slots]
+)
+def test_modules_and_hooks_of_any_kind_meet_the_model_itself(
+    change: Callable[[Any], None],
+) -> None:
     model = tiny_model()
     model.guard, model.feed = threading.Lock(), iter(())
-    model.last = model(torch.tensor([[1, 2, 3]])).logits
-    twin = PackedTwin(model).model
-    assert all(getattr(twin, name) is getattr(model, name) for name in ("guard", "feed", "last"))
-    assert has_packed_layers(twin)
+    change(model)
+    decoder = SpeculativeDecoder(TargetModel(model, packs_weights=True), None)
+    prompt = random_prompt(random.Random(6))
+    expected = greedy_reference(model, prompt, NEW_TOKENS)
+    assert decoder.plain(prompt, max_new_tokens=NEW_TOKENS).token_ids == expected
+
+
+def test_a_hook_on_all_modules_is_heard() -> None:
+    model = tiny_model()
+    decoder = SpeculativeDecoder(TargetModel(model, packs_weights=True), None)
+    prompt = random_prompt(random.Random(7))
+
+    def negate(module: nn.Module, _inputs: object, output: Any) -> Any:
+        return -output if isinstance(module, nn.Linear) and module.out_features == 64 else output
+
+    handle = torch.nn.modules.module.register_module_forward_hook(negate)
+    try:
+        expected = greedy_reference(model, prompt, NEW_TOKENS)
+        assert decoder.plain(prompt, max_new_tokens=NEW_TOKENS).token_ids == expected
+    finally:
+        handle.remove()
+
+
+def test_state_that_a_pass_leaves_is_the_models_own() -> None:
+    """Dynamic RoPE keeps its longest length and its frequencies in two places."""
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+    model = tiny_model(rope_parameters=rope, max_position_embeddings=64)
+    long, short = (torch.arange(n)[None] % 128 for n in (90, 20))
+    expected = greedy_reference(model, long, 4)
+    decoder = SpeculativeDecoder(TargetModel(model, packs_weights=True), None)
+    decoder.plain(short, max_new_tokens=4)
+    assert greedy_reference(model, long, 4) == expected
 
 
 def test_what_did_not_change_is_not_packed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model()
-    twin = PackedTwin(model)
-    before = twin.model
-    monkeypatch.setattr("eagle_fsd.packed.PackedWeight", lambda *_: pytest.fail("packed again"))
-    twin.refresh()
-    assert twin.model is before
-    set_an_attribute(model)
-    twin.refresh()
-    assert twin.model is not before
+    layers = PackedLayers(model)
+    packed: list[Tensor] = []
+
+    class Counted(PackedWeight):
+        def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+            packed.append(weight)
+            super().__init__(weight, bias)
+
+    monkeypatch.setattr("eagle_fsd.packed.PackedWeight", Counted)
+    layers.refresh()
+    assert packed == []
+    edit_a_weight(model)
+    layers.refresh()
+    assert [id(each) for each in packed] == [id(model.model.layers[1].mlp.up_proj.weight)]
 
 
 def test_autocast_converts_as_it_does_without_packing() -> None:

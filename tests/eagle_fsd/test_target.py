@@ -367,6 +367,17 @@ def hook_the_logits(model: Any) -> None:
     model.register_forward_hook(negate)
 
 
+def add_a_layer(model: Any) -> None:
+    layer = tiny_model(seed=3).model.layers[1]
+    layer.self_attn.layer_idx = 2
+    model.model.layers.append(layer)
+    model.config.num_hidden_layers = 3
+
+
+def cap_the_logits(model: Any) -> None:
+    model.config.final_logit_softcapping = 2.0
+
+
 def invoke_an_adapter(model: Any) -> None:
     config = peft.LoraConfig(
         task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invocation_tokens=[3, 4]
@@ -382,6 +393,8 @@ def invoke_an_adapter(model: Any) -> None:
         (shrink, "embeddings were resized; make a new decoder"),
         (enlarge, "embeddings were resized; make a new decoder"),
         (hook_the_logits, "forward was changed; make a new decoder"),
+        (add_a_layer, "configuration was changed; make a new decoder"),
+        (cap_the_logits, "configuration was changed; make a new decoder"),
         (invoke_an_adapter, "adapter 'default' of kind LORA"),
     ],
 )
