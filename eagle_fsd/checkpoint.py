@@ -287,6 +287,7 @@ def save_head(head: DraftHead, folder: str | Path, extras: dict[str, Any] | None
 
     Raises:
         ValueError: when the folder holds something that is not a head.
+        OSError: on a full disk.
     """
     folder = Path(folder)
     if folder.exists() and any(folder.iterdir()) and not _holds_head(folder):
@@ -303,7 +304,10 @@ def save_head(head: DraftHead, folder: str | Path, extras: dict[str, Any] | None
         dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
         raw = _config_json(head.config, dtype) | ({"eagle_fsd": extras} if extras else {})
         (staging / CONFIG).write_text(json.dumps(raw, indent=1) + "\n")
-        save_file(tensors, staging / WEIGHTS, metadata={"format": "pt"})
+        try:
+            save_file(tensors, staging / WEIGHTS, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(f"cannot write a head to {folder}: {error}") from error
         (staging / WEIGHTS).chmod(0o644)  # safetensors writes for the owner alone
         if folder.exists():
             for name in (CONFIG, WEIGHTS):

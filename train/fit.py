@@ -191,8 +191,9 @@ class Trainer:
                 self._log_training(window.record(time.perf_counter() - since), bar)
                 window, since = _Window(), time.perf_counter()
             if self._eval_batches and (step % config.eval_every == 0 or is_last):
+                before = time.perf_counter()
                 self._evaluate()
-                since = time.perf_counter()
+                since += time.perf_counter() - before
             if step % config.save_every == 0 or is_last:
                 self._save()
         if self.progress.best is None:  # nothing was held out to choose by
@@ -336,6 +337,11 @@ class Trainer:
         prompts = [self._live[i] for i in self._share(len(self._live))]
         counts = live_counts(self.head, self.target, self._tokenizer, prompts, config.live_config())
         figures = agreement_figures(self._reduce(sums))
+        if not all(map(math.isfinite, figures["loss"])):
+            raise NonFiniteLossError(
+                f"the loss on held-out conversations of {config.shards!r} is not finite at step "
+                f"{self.progress.step}; make their features again, or lower --lr"
+            )
         num_tokens, num_cycles = self._reduce(counts).tolist()
         figures["live_acceptance_length"] = (
             round(num_tokens / num_cycles, 4) if num_cycles else None

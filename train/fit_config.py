@@ -61,7 +61,7 @@ class FitConfig:
     def __post_init__(self) -> None:
         whole = "unroll batch_tokens max_length log_every eval_every eval_tokens save_every steps"
         self._check_range((*whole.split(), "num_threads", "benchmark", "live_tokens"), 1)
-        self._check_range(("weight_decay", "feature_noise", "live_prompts"), 0)
+        self._check_range(("weight_decay", "feature_noise", "live_prompts", "seed"), 0)
         self._check_range(("lr", "clip", "epochs", "limit_minutes"), 0, is_open=True)
         if not 0.0 <= self.warmup < 1.0:
             raise ValueError(f"warmup must be a share in [0, 1) of the run, got {self.warmup}")

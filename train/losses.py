@@ -267,10 +267,14 @@ def add_feature_noise(features: Tensor, amplitude: float, seed: int) -> Tensor:
 
 
 def ranks(scores: Tensor, best: Tensor) -> Tensor:
-    """How many tokens score above `best`: [R, U] and [R] -> [R] int64; U where best is -1."""
+    """How many tokens score above `best`: [R, U] and [R] -> [R] int64.
+
+    -1, a token that is not in the vocabulary, has the largest rank there is, however small the
+    vocabulary.
+    """
     own = scores.gather(1, best.clamp(min=0)[:, None])
     above = (scores > own).sum(dim=-1)
-    return torch.where(best >= 0, above, scores.shape[-1])
+    return torch.where(best >= 0, above, torch.iinfo(torch.int64).max)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ does a rerun with another `--limit-minutes` after one that ended by the clock.
 """
 
 import argparse
+import copy
 import hashlib
 import json
 import logging
@@ -479,11 +480,18 @@ def _may_go_on(config: PrepareConfig, finished: dict[str, Any]) -> bool:
 
 def tokenizer_identity(tokenizer: "PreTrainedTokenizerBase") -> dict[str, Any]:
     """The vocabulary size and the digests of the chat template and of the tokenizer as a whole."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    content = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab())
+    backend = copy.deepcopy(getattr(tokenizer, "backend_tokenizer", None))
+    if backend is None:
+        content = json.dumps(tokenizer.get_vocab())
+    else:
+        backend.no_truncation()  # what the last call asked for stays in a tokenizer
+        backend.no_padding()
+        content = backend.to_str()
     return {
         "vocab_size": len(tokenizer),
-        "chat_template_sha256": _sha256(tokenizer.get_chat_template()),
+        "chat_template_sha256": (
+            _sha256(tokenizer.get_chat_template()) if tokenizer.chat_template else None
+        ),
         "tokenizer_sha256": _sha256(content),
     }
 

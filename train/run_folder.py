@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -47,7 +48,8 @@ class RunFolder:
             raise ValueError(f"output {str(self.folder)!r} is a file; name a folder")
         elif self.folder.is_dir() and not resume and any(self.folder.iterdir()):
             raise ValueError(
-                f"output folder {str(self.folder)!r} is not empty; choose another or clear it"
+                f"output folder {str(self.folder)!r} is not empty; go on with --resume if a run "
+                "was begun there, choose another or clear it"
             )
 
     def load_checkpoint(self, identity: dict[str, Any]) -> dict[str, Any] | None:
@@ -63,8 +65,10 @@ class RunFolder:
                 self._checkpoint, map_location="cpu", weights_only=True
             )
             found, version_found = state["identity"], state["version"]
-        except (RuntimeError, KeyError, EOFError, OSError, ValueError, TypeError) as error:
-            raise ValueError(f"cannot read {str(self._checkpoint)!r}: {error}") from error
+        except (RuntimeError, EOFError, OSError, ValueError, TypeError) as error:
+            raise self._unreadable(error) from error
+        except (pickle.UnpicklingError, LookupError, AttributeError) as error:
+            raise self._unreadable("it is no checkpoint") from error  # not: trust the file
         if version_found != CHECKPOINT_VERSION:
             raise ValueError(
                 f"{str(self._checkpoint)!r} has version {version_found}, "
@@ -83,6 +87,11 @@ class RunFolder:
                 "give its settings or choose another folder"
             )
         return state
+
+    def _unreadable(self, reason: object) -> ValueError:
+        return ValueError(
+            f"cannot read {str(self._checkpoint)!r}: {reason}; remove it to begin the run anew"
+        )
 
     def save_checkpoint(self, state: dict[str, Any]) -> None:
         """Replaces the checkpoint."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, T5Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -852,3 +853,15 @@ def test_the_default_targets_gguf_and_its_converted_folder_are_one_model():
     results = [decoder.generate("Name three rivers.", max_new_tokens=24) for decoder in decoders]
     assert results[0].token_ids == results[1].token_ids
     assert results[0].text == results[1].text
+
+
+def test_a_full_disk_while_a_head_is_written_is_an_os_error_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(OSError, match="cannot write a head to .*No space left on device"):
+        save_head(tiny_head(tiny_model()), tmp_path / "head")
+    assert list(tmp_path.iterdir()) == []

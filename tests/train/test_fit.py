@@ -33,6 +33,7 @@ from train.features import FeaturesConfig, compute_features
 from train.fit import main
 from train.fit_config import FitConfig
 from train.losses import training_rows
+from train.prepare import tokenizer_identity
 from train.run_folder import CHECKPOINT_FILE, CURVE_FILE, METRICS_FILE, RunFolder
 from train.shards import TokenShards
 from train.vocab import build_vocab
@@ -347,6 +348,70 @@ def test_nan_features_stop_the_run_and_name_the_conversation(target, shards, tmp
     more = ["--features", str(tmp_path / "f")]
     error = refused(flags(target, shards, tmp_path / "run", *more), capsys)
     assert re.search(r"the loss is not finite at step \d+, in conversations 5 of", error)
+
+
+def test_nan_in_held_out_features_stops_the_run(target, shards, tmp_path, capsys):
+    compute_features(
+        FeaturesConfig(shards=shards, target=target, output=str(tmp_path / "f"), device="cpu")
+    )
+    path = tmp_path / "f" / "validation" / "features-00000.bin"
+    rows = np.memmap(path, dtype="<i2", mode="r+")
+    rows[:] = 0x7FC0  # NaN in bf16
+    rows.flush()
+    error = refused(
+        flags(target, shards, tmp_path / "run", "--features", str(tmp_path / "f")), capsys
+    )
+    assert "the loss on held-out conversations" in error
+    assert "is not finite at step 3; make their features again" in error
+    assert "NaN" not in (tmp_path / "run" / METRICS_FILE).read_text()
+    assert not (tmp_path / "run" / "best").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"not a checkpoint", b"\x80\x04."])
+def test_a_checkpoint_that_is_none_is_one_sentence(content, target, shards, tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / CHECKPOINT_FILE).write_bytes(content)
+    error = refused(flags(target, shards, tmp_path / "run", "--resume"), capsys)
+    assert "cannot read" in error
+    assert "remove it to begin the run anew" in error
+    assert "weights_only" not in error
+
+
+def test_a_seed_below_0_is_named(target, shards, tmp_path, capsys):
+    error = refused(flags(target, shards, tmp_path / "run", "--seed", "-1"), capsys)
+    assert "seed must be >= 0, got -1" in error
+
+
+def test_what_a_tokenizer_was_last_asked_for_is_not_what_it_is(target, shards, tmp_path):
+    tokenizer = tiny_tokenizer()
+    before = tokenizer_identity(tokenizer)
+    tokenizer("a b c d", truncation=True, max_length=2)
+    assert json.loads(tokenizer.backend_tokenizer.to_str())["truncation"] is not None
+    assert tokenizer_identity(tokenizer) == before
+    tokenizer.chat_template = None  # of a base model, which needs none here
+    assert tokenizer_identity(tokenizer) == before | {"chat_template_sha256": None}
+
+
+def test_tokens_per_second_leave_evaluations_out(target, shards, tmp_path, monkeypatch):
+    clock = iter(range(10**6))
+    monkeypatch.setattr(fit_module.time, "perf_counter", lambda: float(next(clock)))
+    evaluate = fit_module.Trainer._evaluate
+
+    def long_evaluation(trainer):
+        for _ in range(1000):
+            next(clock)
+        evaluate(trainer)
+
+    monkeypatch.setattr(fit_module.Trainer, "_evaluate", long_evaluation)
+    more = ("--log-every", "2", "--eval-every", "3")
+    assert main([*flags(target, shards, tmp_path / "run"), *more]) == 0
+    rates = [
+        record["tokens_per_s"]
+        for record in RunFolder(tmp_path / "run").records()
+        if record["kind"] == "train"
+    ]
+    assert len(rates) == 3
+    assert max(rates) < 3 * min(rates)
 
 
 def test_features_of_other_shards_or_another_target_are_refused(target, shards, tmp_path, capsys):
