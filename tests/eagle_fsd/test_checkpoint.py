@@ -862,6 +862,6 @@ def test_a_full_disk_while_a_head_is_written_is_an_os_error_and_leaves_nothing(
         raise SafetensorError("Error while serializing: I/O error: No space left on device")
 
     monkeypatch.setattr(checkpoint, "save_file", full)
-    with pytest.raises(OSError, match="cannot write a head to .*No space left on device"):
+    with pytest.raises(OSError, match=r"cannot write a head to .*No space left on device"):
         save_head(tiny_head(tiny_model()), tmp_path / "head")
     assert list(tmp_path.iterdir()) == []
