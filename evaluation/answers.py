@@ -15,9 +15,10 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,24 @@ CAN_BE_AUTO = ("dtype", "device", "tree", "draft_vocab")
 CAN_BE_UNKNOWN = ("target_sha256", "draft_model_sha256")
 
 _RUN = "run.json"
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+# A choice of an answer has lists with an entry a turn.
+_ENTRIES: dict[str, Callable[[Any], bool]] = {
+    "turns": lambda value: isinstance(value, str),
+    "idxs": _is_count,
+    "new_tokens": _is_count,
+    "wall_time": lambda value: isinstance(value, int | float) and 0.0 <= value < math.inf,
+    "finish_reasons": lambda value: isinstance(value, str),
+    "token_ids": lambda value: isinstance(value, list) and all(map(_is_count, value)),
+    "stats": lambda value: isinstance(value, dict),
+}
+TEXTS = ("turns",)
+TEXTS_AND_FIGURES = tuple(_ENTRIES)
 _QUESTIONS = "questions.jsonl"
 _ANSWERS = "model_answer"
 _LOCK = ".lock"
@@ -63,23 +82,30 @@ def read_run(folder: str | Path) -> dict[str, Any]:
     return dict(record)
 
 
-def read_answers(folder: str | Path) -> list[dict[str, Any]]:
+def read_answers(folder: str | Path, fields: Sequence[str] = TEXTS) -> list[dict[str, Any]]:
     """The answers of a run folder, each question once, without a half-written last line.
 
     Those of an unfinished run that are not merged yet come behind the merged ones.
+
+    Args:
+        folder: of the run.
+        fields: lists that every choice must have: TEXTS or TEXTS_AND_FIGURES.
 
     Raises:
         FileNotFoundError: when the folder holds no run.
         ValueError: for a malformed line, by its number.
     """
-    return RunFolder(folder, read_run(folder)["model_id"]).answers()
+    return RunFolder(folder, read_run(folder)["model_id"]).answers(fields)
 
 
 def settings_agree(name: str, stored: Any, asked: Any) -> bool:
     """Whether a setting is that of a stored run.
 
-    "auto" goes with what it can have come to, and a digest that is unknown with any.
+    "auto" goes with what it can have come to, and a digest that is unknown with any. A file of
+    questions may be written in several ways.
     """
+    if name == "task" and stored is not None and asked is not None:
+        stored, asked = (Path(each).resolve() for each in (stored, asked))
     is_auto = name in CAN_BE_AUTO and asked == AUTO
     is_unknown = name in CAN_BE_UNKNOWN and None in (stored, asked)
     return bool(stored == asked) or is_auto or is_unknown
@@ -202,11 +228,15 @@ class RunFolder:
                     rest = rest[stream.write(rest) :]
                 os.fsync(stream.fileno())
 
-    def answers(self) -> list[dict[str, Any]]:
-        """All answers, the merged ones first, each question once."""
+    def answers(self, fields: Sequence[str] = ()) -> list[dict[str, Any]]:
+        """All answers, the merged ones first, each question once.
+
+        Args:
+            fields: see `read_answers`; none are not looked at.
+        """
         found: dict[int | str, dict[str, Any]] = {}
         for path in [self.answer_file, *self._parts()]:
-            for answer in _read_lines(path):
+            for answer in _read_lines(path, fields):
                 found.setdefault(answer["question_id"], answer)
         return list(found.values())
 
@@ -282,7 +312,7 @@ def _question_line(question: Question) -> bytes:
     )
 
 
-def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
+def _read_lines(path: Path, fields: Sequence[str]) -> Iterator[dict[str, Any]]:
     """The answers of a file; none when it is absent; what a kill left of a last line is skipped."""
     if not path.exists():
         return
@@ -299,4 +329,28 @@ def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
         identity = record.get("question_id") if isinstance(record, dict) else None
         if isinstance(identity, bool) or not isinstance(identity, int | str):
             raise ValueError(f"{path}, line {number}: not an answer; mend or remove it")
+        spoilt = _spoilt_field(record, fields)
+        if spoilt is not None:
+            raise ValueError(
+                f"{path}, line {number}: the answer's {spoilt} are not as evaluation.run writes "
+                "them; mend or remove it"
+            )
         yield record
+
+
+def _spoilt_field(answer: Mapping[str, Any], fields: Sequence[str]) -> str | None:
+    """The first of the fields that some choice lacks or has wrong, None when all are right."""
+    choices = answer.get("choices") if fields else [{}]
+    if not isinstance(choices, list) or not choices:
+        return "choices"
+    for choice in choices:
+        if not isinstance(choice, dict):
+            return "choices"
+        number = len(choice.get("turns") or ())
+        for name in fields:
+            entries = choice.get(name)
+            if not isinstance(entries, list) or not entries or len(entries) != number:
+                return name
+            if not all(map(_ENTRIES[name], entries)):
+                return name
+    return None

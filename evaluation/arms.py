@@ -227,6 +227,16 @@ def parse_arms(text: str) -> dict[str, AcceptanceRule | None]:
     return arms
 
 
+def arm_spec(name: str) -> str:
+    """An arm by its rule's written form, so that fuzzy:0.30:js is fuzzy:0.3:js.
+
+    What is no rule, such as hf and draft-model, stays as it is.
+    """
+    if name.partition(":")[0] not in RULES:
+        return name
+    return build_rule(name).spec
+
+
 def _rule_of(name: str) -> AcceptanceRule | None:
     if name in (HF, HF_LOOKUP, PLAIN):
         return None

@@ -11,6 +11,7 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure as Sheet
 
+from evaluation.frontier import LARGEST_LEVEL
 from evaluation.report_data import Figure, Replay, Speed
 from evaluation.report_sections import Point, Section
 
@@ -83,7 +84,7 @@ def replay_picture(replay: Replay) -> Picture | None:
         colour, marker = _style(place)
         axes.plot(costs, lengths, color=colour, marker=marker, markersize=4, label=_plain(name))
     axes.axhline(exact, color="black", linestyle=":", label="exact")
-    limit = 2.0 * max((level for level, _ in replay.frontier), default=1.0)
+    limit = 2.0 * min(max((level for level, _ in replay.frontier), default=1.0), LARGEST_LEVEL)
     axes.set(xlim=(0.0, limit or 1.0), xlabel=replay.cost_name, ylabel="acceptance length")
     _legend(sheet, axes)
     texts = [

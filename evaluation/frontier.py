@@ -13,6 +13,8 @@ from eagle_fsd.recorder import Expectation
 
 # Below this an axis is linear, so that it can show 0; above, it is logarithmic.
 LINEAR_BELOW = 0.01
+# In nats per token, beyond any finite cost; an axis cannot show the largest numbers there are.
+LARGEST_LEVEL = 1e6
 
 _MARKERS = "osD^vP*X<>ph"
 _COLOURS = (

@@ -112,7 +112,7 @@ def read_runs(folders: Sequence[str]) -> list[Run]:
         FileNotFoundError: for a folder without a run.
         ValueError: about the first thing that does not go together.
     """
-    runs = [Run.read(folder) for folder in folders]
+    runs = [Run.read(folder, has_figures=False) for folder in folders]
     for number, each in enumerate(runs):
         name, first = str(each.folder), runs[0]
         if len(each.answers) < len(each.questions):
@@ -185,24 +185,30 @@ class Judging:
 
         Raises:
             ServerError: when none can succeed. As after Ctrl-C, requests under way are waited for,
-                so that no reply that is paid for is lost.
+                so that no reply that is paid for is lost; a second Ctrl-C gives them up.
             OSError: when a rating cannot be written.
         """
         outcome = Outcome([], [])
-        with ThreadPoolExecutor(num_parallel) as pool:
-            futures = {pool.submit(self._rate, match): match for match in pending}
-            try:
-                self._collect(futures, outcome)
-            except ServerError as error:
-                raise ServerError(
-                    f"{error}; all ratings so far are kept, the same command goes on from there"
-                ) from error
-            except KeyboardInterrupt:
-                sys.stderr.write("waiting for the requests under way\n")
-                raise
-            finally:
-                self._client.stop()
-                pool.shutdown(wait=False, cancel_futures=True)
+        try:
+            with ThreadPoolExecutor(num_parallel) as pool:
+                futures = {pool.submit(self._rate, match): match for match in pending}
+                try:
+                    self._collect(futures, outcome)
+                except ServerError as error:
+                    raise ServerError(
+                        f"{error}; all ratings so far are kept, the same command goes on from there"
+                    ) from error
+                except KeyboardInterrupt:
+                    sys.stderr.write(
+                        "waiting for the requests under way; Ctrl-C again gives them up\n"
+                    )
+                    raise
+                finally:
+                    self._client.stop()
+                    pool.shutdown(wait=False, cancel_futures=True)
+        except KeyboardInterrupt:  # the second one ends the wait at the pool's end
+            self._client.abandon()
+            raise
         return outcome
 
     def _collect(self, futures: Mapping[Future[dict[str, Any]], Match], outcome: Outcome) -> None:
@@ -271,12 +277,14 @@ def judge_folders(args: argparse.Namespace, argv: Sequence[str]) -> int:
     with file.locked():
         found = file.read()
         check_same(found, runs[0].questions, matches)
+        settings = _settings(config, prompts)
+        file.check(settings)
         pending = [match for match in matches if not _is_rated(found, match, args.redo_malformed)]
         outcome = Outcome([], [])
         if pending:
             client = JudgeClient(config, None if args.no_key else read_key())
             session = {"argv": list(argv), "base_url": config.base_url, **environment()}
-            file.begin(_settings(config, prompts), session)
+            file.begin(settings, session)
             outcome = Judging(client, file, config.model).run(pending, args.parallel)
             found = file.read()
     records = [found[match.key] for match in matches if match.key in found]
@@ -316,7 +324,9 @@ def _name(match: Match) -> str:
 def _config(args: argparse.Namespace) -> JudgeConfig:
     try:
         request = json.loads(args.request)
-    except ValueError as error:
+        # Python reads NaN and lone surrogates, which cannot be sent.
+        json.dumps(request, allow_nan=False, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"--request is not valid JSON: {error}") from error
     if not isinstance(request, dict) or request.keys() & {"model", "messages", "stream"}:
         raise ValueError(

@@ -20,6 +20,10 @@ _LONGEST_BACKOFF_S = 60.0
 # A server that asks for more than this is not waited for.
 _LONGEST_WAIT_S = 600.0
 _LONGEST_MESSAGE = 300
+# A reply that trickles in, so that the server is never silent, may take this many timeouts.
+_TIMEOUTS_OF_A_REPLY = 5
+_POLL_S = 0.1
+_MOST_TOKENS = 2**53
 _FATAL = frozenset((401, 403, 404))  # every other request would get the same
 _PASSING = frozenset((408, 409, 425, 429))
 
@@ -46,7 +50,8 @@ class JudgeConfig:
         temperature: 0 or more; FastChat asks at 0.
         max_tokens: of a judgment, >= 1; FastChat allows 2048.
         request: further fields of each request, which win over ours; None takes a field out.
-        timeout_s: seconds without a byte of the server, > 0.
+        timeout_s: seconds without a byte of the server, > 0; a whole reply may take five times as
+            long.
         num_retries: after a failure that can pass, >= 0.
         retry_wait_s: before the first retry, > 0; each further one waits twice as long.
         seed: of the waits' jitter.
@@ -163,6 +168,7 @@ class JudgeClient:
         self._key = key
         self._errors = openai
         self._stopped = threading.Event()
+        self._abandoned = threading.Event()
         self._client = openai.OpenAI(
             api_key=key or "none",
             base_url=config.base_url,
@@ -189,7 +195,7 @@ class JudgeClient:
         for num_tries in range(1, self._config.num_retries + 2):
             if self._stopped.is_set():
                 raise StoppedError
-            outcome = self._try(body)
+            outcome = self._try_in_time(body)
             if isinstance(outcome, Reply):
                 return outcome
             is_last = num_tries > self._config.num_retries or not outcome.is_passing
@@ -207,11 +213,33 @@ class JudgeClient:
         """Ends all waits and lets no further request begin; those under way are finished."""
         self._stopped.set()
 
+    def abandon(self) -> None:
+        """Waits for no request any more, not even for those under way."""
+        self.stop()
+        self._abandoned.set()
+
     def _wait_s(self, num_tries: int, retry_after_s: float, rng: random.Random) -> float:
         """Twice as long each time, spread over its upper half; never before the server allows."""
         first = self._config.retry_wait_s
         backoff = min(first * 2.0 ** min(num_tries - 1, 30), _LONGEST_BACKOFF_S)
         return max(backoff * rng.uniform(0.5, 1.0), retry_after_s + first * rng.random())
+
+    def _try_in_time(self, body: dict[str, Any]) -> Reply | _Failure:
+        """One try in a thread of its own, which can be given up."""
+        found: list[Reply | _Failure] = []
+        thread = threading.Thread(target=lambda: found.append(self._try(body)), daemon=True)
+        limit_s = _TIMEOUTS_OF_A_REPLY * self._config.timeout_s
+        deadline = time.monotonic() + limit_s
+        thread.start()
+        while thread.is_alive():
+            thread.join(_POLL_S)
+            if self._abandoned.is_set():
+                raise StoppedError
+            if time.monotonic() > deadline and not found:
+                return _Failure(f"no whole answer within {limit_s:g} s", is_passing=True)
+        if not found:
+            raise RuntimeError("a request failed for no reason that is known; see what is above")
+        return found[0]
 
     def _try(self, body: dict[str, Any]) -> Reply | _Failure:
         errors = self._errors
@@ -226,6 +254,8 @@ class JudgeClient:
             return _read_reply(raw.content)
         except _MalformedReplyError as error:
             return _Failure(self._clean(str(error)), is_passing=True)
+        except UnicodeEncodeError as error:
+            return _Failure(f"the request is no Unicode text: {error}", is_passing=False)
         except errors.APIStatusError as error:
             return self._status_failure(error)
         except errors.APIConnectionError as error:
@@ -266,7 +296,7 @@ class _MalformedReplyError(Exception):
 def _read_reply(content: bytes) -> Reply:
     try:
         record = json.loads(content)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _MalformedReplyError(f"the reply is not JSON: {error}") from error
     try:
         choice = record["choices"][0]
@@ -282,8 +312,8 @@ def _read_reply(content: bytes) -> Reply:
 
 def _count(usage: Any, name: str) -> int | None:
     value = usage.get(name) if isinstance(usage, dict) else None
-    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 0
-    return value if is_count else None
+    is_count = isinstance(value, int) and not isinstance(value, bool)
+    return value if is_count and 0 <= value <= _MOST_TOKENS else None
 
 
 def _retry_after_s(header: str | None) -> float:

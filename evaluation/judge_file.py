@@ -84,18 +84,33 @@ class JudgmentFile:
         Raises:
             ValueError: when the file was begun with other settings.
         """
-        record: dict[str, Any] = {"settings": dict(settings), **session, "resumed": []}
-        if self._run_file.exists():
-            record = json.loads(self._run_file.read_bytes())
-            for name, wanted in json.loads(json.dumps(dict(settings))).items():
-                found = record["settings"].get(name)
-                if found != wanted:
-                    raise ValueError(
-                        f"{self.path} was begun with {name} {found!r}, asked for is {wanted!r}; "
-                        "give its settings or name another --output"
-                    )
+        record = self.check(settings)
+        if record is None:
+            record = {"settings": dict(settings), **session, "resumed": []}
+        else:
             record["resumed"].append(dict(session))
         write_json(self._run_file, record)
+
+    def check(self, settings: Mapping[str, Any]) -> dict[str, Any] | None:
+        """What `begin` noted; None where nothing was begun.
+
+        Args:
+            settings: as `begin` takes them.
+
+        Raises:
+            ValueError: when the file was begun with other settings, or the notes are spoilt.
+        """
+        if not self._run_file.exists():
+            return None
+        record = _notes(self._run_file)
+        for name, wanted in json.loads(json.dumps(dict(settings))).items():
+            found = record["settings"].get(name)
+            if found != wanted:
+                raise ValueError(
+                    f"{self.path} was begun with {name} {found!r}, asked for is {wanted!r}; "
+                    "give its settings or name another --output"
+                )
+        return record
 
     def read(self) -> dict[Key, dict[str, Any]]:
         """The ratings by question, model and turn; of several, the last.
@@ -158,6 +173,21 @@ def check_same(
                 f"the output holds a rating of another answer of {model!r} to question "
                 f"{question_id!r}, turn {turn}, or of another prompt; name another --output"
             )
+
+
+def _notes(path: Path) -> dict[str, Any]:
+    try:
+        record = json.loads(path.read_bytes())
+    except ValueError:
+        record = None
+    kinds = {"settings": dict, "resumed": list}
+    if not isinstance(record, dict) or not all(
+        isinstance(record.get(name), kind) for name, kind in kinds.items()
+    ):
+        raise ValueError(
+            f"{path} does not say how the ratings were asked for; mend it or name another --output"
+        )
+    return record
 
 
 def _parse(line: bytes, where: str) -> dict[str, Any]:

@@ -136,7 +136,9 @@ class EagleFsdLM(TemplateLM):  # type: ignore[misc]
         cls, arg_string: str, additional_config: dict[str, Any] | None = None
     ) -> EagleFsdLM:
         """As `create_from_arg_obj`, of --model_args as they are written."""
-        return cls.create_from_arg_obj(utils.simple_parse_args_string(arg_string), additional_config)
+        return cls.create_from_arg_obj(
+            utils.simple_parse_args_string(arg_string), additional_config
+        )
 
     @classmethod
     def create_from_arg_obj(

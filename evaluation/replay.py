@@ -40,7 +40,7 @@ from evaluation.answerer import turn_seed
 from evaluation.answers import RunFolder, digest
 from evaluation.arms import loaded_target
 from evaluation.environment import environment
-from evaluation.frontier import draw
+from evaluation.frontier import LARGEST_LEVEL, draw
 from evaluation.lines import LineFile
 from evaluation.prompts import first_turns
 from evaluation.questions import Question, add_selection_arguments, select
@@ -84,6 +84,12 @@ class Record:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ValueError(f"{name} must be a whole number >= 0, got {value!r}")
+        if self.num_trees > self.num_cycles:
+            raise ValueError(f"{self.num_trees} trees in {self.num_cycles} cycles")
+        for rule, sums in self.sums.items():
+            is_empty = min(sums.num_cycles, sums.num_tokens) <= 0
+            if (is_empty and self.num_trees) or any(map(math.isnan, sums.sums)):
+                raise ValueError(f"the sums of {rule} are {sums.sums}")
 
     @property
     def lacks_trees(self) -> bool:
@@ -109,7 +115,7 @@ class Record:
                 for rule, sums in fields.pop("sums").items()
             }
             return cls(**fields, sums=sums)
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+        except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
             raise ValueError("not the sums of a question; mend or remove it") from error
 
 
@@ -484,8 +490,10 @@ def _levels(args: argparse.Namespace, sampling: SamplingConfig) -> list[float]:
         levels = [float(part) for part in text.split(",")]
     except ValueError:
         levels = []
-    if not levels or not all(0.0 <= level < math.inf for level in levels):
-        raise ValueError(f"{flag} takes finite numbers >= 0 separated by commas, got {text!r}")
+    if not levels or not all(0.0 <= level <= LARGEST_LEVEL for level in levels):
+        raise ValueError(
+            f"{flag} takes numbers in 0..{LARGEST_LEVEL:g} separated by commas, got {text!r}"
+        )
     return sorted(set(levels))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +11,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from evaluation.arms import arm_spec
 from evaluation.replay import REPORT_FILE as REPLAY_FILE
+from evaluation.settings import full_name
 from evaluation.speed import REPORT_FILE as SPEED_FILE
 from evaluation.statistics import bootstrap_median
+from evaluation.tasks import TASKS
 
 __all__ = [
     "REPLAY_FILE",
@@ -138,6 +142,8 @@ class Speed:
         baseline: the arm that the ratios are to.
         arms: by name.
         num_questions: measured so far.
+        num_planned: of the run, once it is finished.
+        num_left_out: questions that do not fit the context.
         notes: of the run.
     """
 
@@ -146,7 +152,13 @@ class Speed:
     baseline: str
     arms: Mapping[str, Arm]
     num_questions: int
+    num_planned: int
+    num_left_out: int
     notes: Sequence[str]
+
+    def arm(self, rule: str) -> Arm | None:
+        """The arm of a rule, however it was written; None where there is none."""
+        return next((arm for name, arm in self.arms.items() if arm_spec(name) == rule), None)
 
     @classmethod
     def read(cls, folder: Path) -> Speed:
@@ -161,12 +173,17 @@ class Speed:
     def _of(cls, folder: Path, record: Mapping[str, Any]) -> Speed:
         arms = {name: _arm(name, record) for name in record["arms"]}
         section_key(record["settings"])
+        if len({frozenset(arm.phases_ms) for arm in arms.values() if arm.phases_ms}) > 1:
+            raise ValueError("its arms have different phases")
+        num_questions = int(record["num_questions"])
         return cls(
             folder,
             dict(record["settings"]),
             str(record["baseline"]),
             arms,
-            int(record["num_questions"]),
+            num_questions,
+            int(record.get("num_planned", num_questions)),
+            int(record.get("num_left_out", 0)),
             [str(note) for note in record["notes"]],
         )
 
@@ -220,25 +237,38 @@ class Replay:
     @classmethod
     def _of(cls, folder: Path, record: Mapping[str, Any]) -> Replay:
         section_key(record["settings"])
+        if not record["rows"]:
+            raise ValueError("it has no rows")
         return cls(
             folder,
             dict(record["settings"]),
             str(record["cost"]),
             int(record["num_prompts"]),
             [_replay_row(row) for row in record["rows"]],
-            [(float(row["max_cost_per_token"]), _replay_row(row)) for row in record["frontier"]],
+            [(_finite(row["max_cost_per_token"]), _replay_row(row)) for row in record["frontier"]],
         )
 
 
 def section_key(settings: Mapping[str, Any]) -> tuple[str, float]:
-    """The task and the temperature, which make a section."""
-    return str(settings["task"]), float(settings["temperature"])
+    """The task and the temperature, which make a section.
+
+    A question file counts by its full path, which older folders may not have.
+    """
+    task = str(settings["task"])
+    return task if task in TASKS else str(full_name(task)), _finite(settings["temperature"])
+
+
+def _finite(value: Any) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{number} where a finite number belongs")
+    return number
 
 
 def _parsed(path: Path, command: str, parse: Callable[[Path, Any], Part]) -> Part:
     try:
         return parse(path.parent, json.loads(path.read_bytes()))
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         raise ValueError(
             f"{path} is not a report of {command} ({type(error).__name__}: {error}); make it anew"
         ) from error
@@ -250,15 +280,15 @@ def _arm(name: str, record: Mapping[str, Any]) -> Arm:
     num_tokens = int(found["num_tokens"])
     return Arm(
         name=name,
-        ratio=Figure(float(ratio["median"]), float(ratio["low"]), float(ratio["high"])),
-        tokens_per_second=float(found["tokens_per_second"]),
+        ratio=Figure(*(_finite(ratio[name]) for name in ("median", "low", "high"))),
+        tokens_per_second=_finite(found["tokens_per_second"]),
         acceptance_length=_optional(found["acceptance_length"]),
         same_ids=_optional(found["same_ids_as_plain"]),
-        phases_ms={phase: 1000.0 * float(s) / num_tokens for phase, s in phases.items()},
+        phases_ms={phase: 1000.0 * _finite(s) / num_tokens for phase, s in phases.items()},
         counts={
             each["question_id"]: (
                 int(each["arms"][name]["tokens"]),
-                float(each["arms"][name]["seconds"]),
+                _finite(each["arms"][name]["seconds"]),
             )
             for each in record["per_question"]
         },
@@ -267,13 +297,14 @@ def _arm(name: str, record: Mapping[str, Any]) -> Arm:
 
 def _replay_row(row: Mapping[str, Any]) -> ReplayRow:
     low, high = row["intervals"]["gain"]
+    cost = float(row["cost_per_token"])
     return ReplayRow(
         rule=str(row["rule"]),
-        cost=float(row["cost_per_token"]),
-        acceptance_length=float(row["acceptance_length"]),
-        gain=Figure(float(row["gain"]), float(low), float(high)),
+        cost=cost if cost == math.inf else _finite(cost),
+        acceptance_length=_finite(row["acceptance_length"]),
+        gain=Figure(_finite(row["gain"]), _finite(low), _finite(high)),
     )
 
 
 def _optional(value: Any) -> float | None:
-    return None if value is None else float(value)
+    return None if value is None else _finite(value)

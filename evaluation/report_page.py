@@ -308,6 +308,13 @@ def _speed(speed: Speed, picture: Picture | None) -> list[str]:
         ),
         *(_text(_sentence(note)) for note in speed.notes),
     ]
+    if speed.num_left_out:
+        texts.append(_text(f"{speed.num_left_out} questions do not fit the context: left out."))
+    if speed.num_questions < speed.num_planned:
+        texts.append(
+            f'<p class="note">Unfinished: {speed.num_questions} of {speed.num_planned} questions '
+            "are measured so far; the same command measures the others.</p>"
+        )
     return [*texts, *_figure(picture), _table("arms", heads, rows)]
 
 

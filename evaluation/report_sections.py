@@ -40,11 +40,16 @@ TRUNCATION = {"min_p": 0.0, "top_p": 1.0, "top_k": 0}
 
 _RUN_FILE = "run.json"
 # What has to be the same for an arm of evaluation.speed to stand for a run.
-_SPEED_SETTINGS = ("questions", "target", "target_sha256", "revision", "dtype", "temperature")
+_SPEED_SETTINGS = (
+    *("questions", "target", "target_sha256", "revision", "dtype", "temperature"),
+    "max_new_tokens",
+)
 _DRAFT_SETTINGS = (
     *("draft_head", "draft_head_sha256", "draft_model", "draft_model_sha256"),
     *("draft_vocab", "tree"),
 )
+# Of a session, what times depend on and answers do not; older runs do not have all of them.
+_TIMING = ("machine", "device", "packed_weights", "compiled")
 _NAMES = ("target", "draft_head", "draft_model")
 
 
@@ -173,9 +178,11 @@ def _read_folder(folder: Path, runs: list[Run], speeds: list[Speed], replays: li
     if has_replay:
         replays.append(Replay.read(folder))
     if (folder / _RUN_FILE).is_file():
-        if "kind" in read_run(folder):
+        # A replay has a run.json of its own, without the kind of its task.
+        record = read_run(folder)
+        if "kind" in record or record["model_id"] != "replay":
             runs.append(Run.read(folder))
-        elif not has_replay:  # which has a run.json of its own
+        elif not has_replay:
             raise ValueError(
                 f"{str(folder)!r} holds a replay without {REPLAY_FILE}; give its command again to "
                 "finish it"
@@ -336,7 +343,7 @@ def _point(run: Run, exact: Run, label: str, speeds: Sequence[Speed], seed: int)
             depth_rates=_depth_rates(run),
             phases_ms=_phases_ms(run),
         )
-    except (KeyError, TypeError, AttributeError) as error:
+    except (LookupError, TypeError, AttributeError, ArithmeticError) as error:
         raise ValueError(
             f"the answers or scores in {str(run.folder)!r} are not as evaluation.run and "
             f"evaluation.score write them ({type(error).__name__}: {error}); make them anew"
@@ -397,7 +404,8 @@ def _ratios(run: Run, exact: Run, speeds: Sequence[Speed], seed: int) -> Ratios:
     """Those measured side by side where there are any, else those of the two runs."""
     for speed in speeds:
         if other_setting(speed, run, exact) is None:
-            ours, theirs = (speed.arms[each.rule].counts for each in (run, exact))
+            arms = [speed.arm(each.rule) for each in (run, exact)]
+            ours, theirs = (arm.counts for arm in arms if arm is not None)
             # One turn of perhaps several questions: the length is that of the whole answers.
             measured = Ratios.of(ours, theirs, seed, speed.folder)
             return replace(measured, length=Ratios.of(_counts(run), _counts(exact), seed).length)
@@ -409,8 +417,12 @@ def other_setting(speed: Speed, run: Run, exact: Run) -> str | None:
     if run.record["settings"].get("budget") is not None:
         return "evaluation.speed measures rules without a budget"
     for each in (run, exact):
-        if each.rule not in speed.arms:
+        if speed.arm(each.rule) is None:
             return f"it has no arm {each.rule!r}"
+        device = speed.settings.get("device")
+        others = {session.get("device") for session in _sessions(each)} - {device, None}
+        if device is not None and others:
+            return f"device is {device!r} there, {min(others)!r} in {str(each.folder)!r}"
         ours = each.record["settings"]
         drafts = () if each.rule == "plain" else _DRAFT_SETTINGS
         for name in (*_SPEED_SETTINGS, *TRUNCATION, *drafts):
@@ -422,6 +434,11 @@ def other_setting(speed: Speed, run: Run, exact: Run) -> str | None:
             if not settings_agree(name, measured, wanted):
                 return f"{name} is {measured!r} there, {wanted!r} in {str(each.folder)!r}"
     return None
+
+
+def _sessions(run: Run) -> list[Mapping[str, Any]]:
+    """What each session of a run noted of its machine, the first one before the resumed."""
+    return [run.record, *run.record.get("resumed", [])]
 
 
 def _counts(run: Run) -> dict[int | str, tuple[int, float]]:
@@ -457,8 +474,7 @@ def _depth_rates(run: Run) -> list[float]:
 
 def _phases_ms(run: Run) -> dict[str, float] | None:
     """Milliseconds per token; None on accelerators, which run on while a phase's clock is read."""
-    sessions = [run.record, *run.record.get("resumed", [])]
-    if any((each.get("device") or "cpu") != "cpu" for each in sessions):
+    if any((each.get("device") or "cpu") != "cpu" for each in _sessions(run)):
         return None
     stats, num_tokens = run.turns("stats"), sum(run.turns("new_tokens"))
     if not num_tokens:
@@ -474,12 +490,14 @@ def _notes(points: Sequence[Point], speeds: Sequence[Speed]) -> list[str]:
     exact = points[0].run
     sources = dict.fromkeys(point.run.record.get("source") or "" for point in points)
     notes = [note for source in sources for note in stand_in_note(exact.record["task"], source)]
-    machines = {
-        json.dumps([point.run.record.get("machine"), point.run.record.get("device")])
-        for point in points
-    }
-    if len(machines) > 1:
-        notes.append("the runs were made on different machines: their times say little")
+    sessions = [session for point in points for session in _sessions(point.run)]
+    differing = [
+        name
+        for name in _TIMING
+        if len({json.dumps(each[name]) for each in sessions if name in each}) > 1
+    ]
+    if differing:
+        notes.append(f"the runs differ in {', '.join(differing)}: their times say little")
     if exact.record["kind"] == "code" and points[0].accuracy is None:
         notes.append(
             "code is not scored: evaluation.score --allow-code-execution runs the answers, and "
@@ -499,5 +517,5 @@ def _notes(points: Sequence[Point], speeds: Sequence[Speed]) -> list[str]:
 
 
 def _run_key(run: Run) -> tuple[str, float]:
-    temperature = run.record["settings"].get("temperature", 0.0)
-    return str(run.record["task"]), float(temperature)
+    settings = run.record["settings"]
+    return section_key({"task": run.record["task"], "temperature": 0.0} | settings)

@@ -32,7 +32,7 @@ from evaluation.answerer import AnswerConfig, Answerer
 from evaluation.answers import AUTO, RunFolder, digest, safe_model_id
 from evaluation.environment import environment
 from evaluation.questions import Question, add_selection_arguments, select
-from evaluation.settings import full_name, model_digests, model_settings
+from evaluation.settings import model_digests, model_settings
 from evaluation.tasks import TASKS, load_questions
 
 # Processes that are done wait for the others, who may have hours to go.
@@ -112,9 +112,8 @@ class _Keeper:
         self._task, self._questions, self._source = load_questions(args.task, args.questions)
         self._chosen = select(self._questions, args.limit, args.every)
         self._order = [question.question_id for question in self._questions]
-        name = self._task.name
         self._settings = {
-            "task": name if name in TASKS else full_name(name),
+            "task": self._task.name,
             "questions": digest(self._questions),
             **settings,
         }

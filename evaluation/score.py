@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -22,7 +23,13 @@ from tqdm import tqdm
 
 from eagle_fsd.command import Parser, run
 from eagle_fsd.files import write_json
-from evaluation.answers import read_answers, read_run, settings_agree
+from evaluation.answers import (
+    TEXTS,
+    TEXTS_AND_FIGURES,
+    read_answers,
+    read_run,
+    settings_agree,
+)
 from evaluation.code_execution import (
     DEFAULT_TIMEOUT_S,
     check_execution,
@@ -79,8 +86,19 @@ class Run:
     questions: Mapping[int | str, Question]
 
     @classmethod
-    def read(cls, folder: str | Path, questions: str | Path | None = None) -> Run:
+    def read(
+        cls,
+        folder: str | Path,
+        questions: str | Path | None = None,
+        *,
+        has_figures: bool = True,
+    ) -> Run:
         """Reads a folder of `evaluation.run`, and its questions from `questions` if given.
+
+        Args:
+            folder: of the run.
+            questions: a file in their place.
+            has_figures: whether the rule and what was measured must be there beside the texts.
 
         Raises:
             FileNotFoundError: if the folder holds no run, or a file of it is missing.
@@ -89,9 +107,12 @@ class Run:
         """
         folder = Path(folder)
         record = read_run(folder)
+        if has_figures:
+            _check_record(folder, record)
         path = folder / "questions.jsonl" if questions is None else Path(questions)
         asked = {question.question_id: question for question in read_questions(path)}
-        answers = {answer["question_id"]: answer for answer in read_answers(folder)}
+        fields = TEXTS_AND_FIGURES if has_figures else TEXTS
+        answers = {answer["question_id"]: answer for answer in read_answers(folder, fields)}
         if not answers:
             raise ValueError(f"{str(folder)!r} holds no answers yet; go on with the run first")
         for question_id in answers:
@@ -127,6 +148,26 @@ class Run:
     def turns(self, name: str) -> list[Any]:
         """The entries of one of the choices' lists, over all turns."""
         return [entry for _, choice in self.choices() for entry in choice[name]]
+
+
+def _check_record(folder: Path, record: Mapping[str, Any]) -> None:
+    """Refuses a run.json without what says how the answers were made.
+
+    Raises:
+        ValueError: naming the folder and what is missing or wrong.
+    """
+    settings = record["settings"]
+    texts = {"task": record.get("task"), "kind": record.get("kind"), "rule": settings.get("rule")}
+    wrong = [name for name, value in texts.items() if not isinstance(value, str)]
+    for name in ("temperature", "top_k", "top_p", "min_p"):
+        value = settings.get(name, 0)
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            wrong.append(name)
+    if wrong:
+        raise ValueError(
+            f"the run.json of {str(folder)!r} has no {' and no '.join(wrong)} as evaluation.run "
+            "writes it; name the --output folder of one"
+        )
 
 
 def score_run(run: Run, exact: Run | None, judge: Judge) -> dict[str, Any]:
@@ -284,7 +325,13 @@ def score_folders(args: argparse.Namespace) -> None:
     scores = []
     for each in runs:
         judge = judges.get(each.record["kind"], leave_unscored)
-        scores.append(score_run(each, exact, judge))
+        try:
+            scores.append(score_run(each, exact, judge))
+        except (LookupError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"the answers in {str(each.folder)!r} are not as evaluation.run writes them "
+                f"({type(error).__name__}: {error}); make them anew"
+            ) from error
         write_json(each.folder / SCORES_FILE, scores[-1])
     if args.json:
         print(json.dumps(scores, indent=2))

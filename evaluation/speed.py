@@ -34,7 +34,7 @@ from eagle_fsd.config import SamplingConfig
 from eagle_fsd.decoder import SpeculativeDecoder
 from eagle_fsd.device import peak_memory_bytes
 from eagle_fsd.files import write_json
-from evaluation.answers import RunFolder, digest, settings_agree
+from evaluation.answers import AUTO, RunFolder, digest, settings_agree
 from evaluation.arms import (
     DRAFT_MODEL,
     HF,
@@ -42,6 +42,7 @@ from evaluation.arms import (
     Arm,
     Request,
     answer,
+    arm_spec,
     build_arms,
     loaded_target,
     parse_arms,
@@ -60,6 +61,8 @@ from evaluation.tasks import load_questions, stand_in_note
 REPORT_FILE = "speed.json"
 MEASURED_FILE = "speed.jsonl"
 WARM_UP_TOKENS = 8
+# Of an environment, what seconds depend on; versions and the commit are noted only.
+_TIMING = ("machine", "attention", "packed_weights", "compiled")
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,8 @@ class MeasurementFile:
         """
         found = self.settings or {}
         for name, wanted in json.loads(json.dumps(settings)).items():
+            if name == "arms" and _specs(found.get(name, [])) == _specs(wanted):
+                continue
             if not settings_agree(name, found.get(name), wanted):
                 raise ValueError(
                     f"{self.report_path} was measured with {name} {found.get(name)!r}, this run "
@@ -123,19 +128,21 @@ class MeasurementFile:
 
         Args:
             settings: of the models that were loaded.
-            facts: the environment; seconds of another machine do not belong beside those here.
+            facts: the environment; seconds of another machine, or of weights that are packed or
+                compiled otherwise, do not belong beside those here.
 
         Raises:
             ValueError: when the settings or the machine are others.
         """
         if self.settings is not None:
             self.check(settings)
-            for name in ("machine", "attention"):
-                found = self.environments[0][name]
-                if found != facts[name]:
+        for earlier in self.environments:
+            # An older file does not have all of them.
+            for name in (name for name in _TIMING if name in earlier):
+                if earlier[name] != facts[name]:
                     raise ValueError(
-                        f"{self.report_path} was measured with {name} {found!r}, here it is "
-                        f"{facts[name]!r}; name another folder"
+                        f"{self.report_path} was measured with {name} {earlier[name]!r}, here it "
+                        f"is {facts[name]!r}; name another folder"
                     )
         if facts not in self.environments:
             fields = {"settings": settings, "environment": facts}
@@ -153,6 +160,11 @@ class MeasurementFile:
             self.environments.append(dict(fields["environment"]))
             return
         measurement = Measurement.from_fields(fields)
+        arms = [] if self.settings is None else self.settings["arms"]
+        if sorted(measurement.answers) != sorted(arms):
+            raise ValueError(
+                f"has arms {sorted(measurement.answers)}, the run {sorted(arms)}; remove the line"
+            )
         if measurement.question_id in self.measured:
             raise ValueError(f"question_id {measurement.question_id!r} comes twice")
         self.measured[measurement.question_id] = measurement
@@ -212,6 +224,10 @@ def _speed(args: argparse.Namespace) -> None:
             file.check(settings)
             settings = file.settings
             vars(args).update({name: settings[name] for name in ("dtype", "tree", "draft_vocab")})
+            names = parse_arms(",".join(settings["arms"]))  # as they are written in the file
+            has_packed = file.environments[0].get("packed_weights")
+            if args.packed_weights == AUTO and has_packed is not None:
+                args.packed_weights = "on" if has_packed else "off"
         decoder, draft_model_decoder = _load(args, names)
         settings = settings | _resolved(args, decoder)
         is_profiled = not args.no_phases and decoder.target.output_device.type != "cpu"
@@ -381,6 +397,10 @@ def report(
         "num_questions": len(measured),
         "per_question": [each.to_dict() for each in measured],
     }
+
+
+def _specs(names: Iterable[str]) -> list[str]:
+    return [arm_spec(name) for name in names]
 
 
 def _settings(

@@ -56,12 +56,9 @@ class Measurement:
             ValueError: for anything else.
         """
         try:
-            answers = {
-                name: Answer(list(each["token_ids"]), each["seconds"], _stats(each["stats"]))
-                for name, each in fields["answers"].items()
-            }
+            answers = {name: _answer(each) for name, each in fields["answers"].items()}
             return cls(**(fields | {"answers": answers}))
-        except (TypeError, LookupError, AttributeError) as error:
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
             raise ValueError("not a measured question; mend or remove it") from error
 
     def to_dict(self) -> dict[str, Any]:
@@ -83,6 +80,13 @@ class Measurement:
 
 def _json(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _answer(fields: dict[str, Any]) -> Answer:
+    answer = Answer(list(fields["token_ids"]), fields["seconds"], _stats(fields["stats"]))
+    if not answer.token_ids or not 0.0 < answer.seconds < math.inf:
+        raise ValueError("an answer has a token and takes time")
+    return answer
 
 
 def _stats(fields: dict[str, Any] | None) -> GenerationStats | None:

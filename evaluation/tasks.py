@@ -40,6 +40,7 @@ from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import HfHubHTTPError
 
 from evaluation.questions import Question, read_questions
+from evaluation.settings import full_name
 
 Kind = Literal["chat", "math", "code"]
 Row = Mapping[str, Any]
@@ -137,7 +138,7 @@ class Task:
     """A named set of questions.
 
     Attributes:
-        name: as --task has it: a name of `TASKS`, or the path of a question file.
+        name: a name of `TASKS`, or the full path of a question file.
         kind: how answers are scored, and which set of our own stands in.
         sources: tried in this order before our own set.
     """
@@ -194,7 +195,7 @@ def load_questions(task: str, questions: str | None) -> tuple[Task, list[Questio
                 f"task {task!r} is a file of questions already; leave out --questions, or name a "
                 f"task of {sorted(TASKS)}"
             )
-        return Task(task, "chat"), read_questions(task), f"the file {task}"
+        return Task(str(full_name(task)), "chat"), read_questions(task), f"the file {task}"
     chosen = TASKS[task]
     if questions is not None:
         return chosen, read_questions(questions), f"the file {questions}"

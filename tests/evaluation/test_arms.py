@@ -19,6 +19,7 @@ from evaluation.arms import (
     Request,
     TransformersArm,
     answer,
+    arm_spec,
     build_arms,
     parse_arms,
     question_seed,
@@ -69,6 +70,11 @@ def test_a_list_keeps_names_as_given_and_their_order() -> None:
 def test_a_list_that_names_no_arms_is_refused(text: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         parse_arms(text)
+
+
+def test_an_arm_of_a_rule_has_one_written_form() -> None:
+    names = ("fuzzy:0.30:js", "exact", "hf", "draft-model", "unheard-of")
+    assert [arm_spec(name) for name in names] == ["fuzzy:0.3:js", *names[1:]]
 
 
 def test_exact_and_draft_model_are_two_arms() -> None:

@@ -88,8 +88,8 @@ def always(answer: Any) -> Callable[[dict[str, Any], int], Any]:
 class Server(ThreadingHTTPServer):
     """Answers by `script(request, number of times this very prompt was asked before)`.
 
-    A script gives a body for status 200, or status, headers and body, "cut" for half a body, or
-    seconds to be silent for.
+    A script gives a body for status 200, or status, headers and body, "cut" for half a body,
+    "trickle" for blanks without end, or seconds to be silent for.
     """
 
     daemon_threads = True
@@ -140,13 +140,18 @@ class Handler(BaseHTTPRequestHandler):
                 answer = GOOD
             is_cut = answer == "cut"
             status, headers, body = (
-                ((200, {}, GOOD) if is_cut else (200, {}, answer))
+                ((200, {}, GOOD) if isinstance(answer, str) else (200, {}, answer))
                 if not isinstance(answer, tuple)
                 else answer
             )
             self.send_response(status)
             for name, value in headers.items():
                 self.send_header(name.replace("_", "-"), value)
+            if answer == "trickle":
+                self.end_headers()
+                while True:
+                    self.wfile.write(b" ")
+                    time.sleep(0.02)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
@@ -499,6 +504,55 @@ def test_a_finished_run_asks_nothing_and_needs_no_key(
     ]
 
 
+def test_a_finished_run_of_other_settings_is_refused_too(
+    server: Server, folders: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [*folders, *flags(tmp_path, server.url)]
+    assert main(arguments) == 0
+    notes = tmp_path / "ratings" / FOLDER / "org-judge_single.run.json"
+    before = notes.read_bytes()
+    for more, words in (
+        (("--temperature", "1"), "was begun with temperature 0.0, asked for is 1.0"),
+        (("--request", '{"top_p": 0.5}'), "was begun with request {}, asked for is {'top_p': 0.5}"),
+    ):
+        assert words in refused([*arguments, *more], capsys)
+    assert notes.read_bytes() == before
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[]", '{"settings": [], "resumed": []}', "{"])
+def test_spoilt_notes_are_named(
+    server: Server,
+    folders: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    content: str,
+) -> None:
+    notes = tmp_path / "ratings" / FOLDER / "org-judge_single.run.json"
+    notes.parent.mkdir(parents=True)
+    notes.write_text(content)
+    error = refused([*folders, *flags(tmp_path, server.url)], capsys)
+    assert f"{notes} does not say how the ratings were asked for" in error
+    assert not server.requests
+    assert notes.read_text() == content
+
+
+@pytest.mark.parametrize("changes", [{"choices": []}, {"choices": None}, {"choices": [{}]}])
+def test_an_incomplete_answer_is_named_by_its_line(
+    server: Server,
+    folders: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    changes: dict[str, Any],
+) -> None:
+    path = Path(folders[1]) / "model_answer" / "fuzzy.jsonl.part-0"
+    first, second, *others = path.read_text().splitlines()
+    spoilt = json.dumps(json.loads(second) | changes)
+    path.write_text("\n".join([first, spoilt, *others]) + "\n")
+    error = refused([*folders, *flags(tmp_path, server.url)], capsys)
+    assert f"{path}, line 2: the answer's " in error
+    assert not server.requests
+
+
 def test_prices_and_uncounted_replies() -> None:
     records = [
         {"usage": {"prompt_tokens": 1_500_000, "completion_tokens": 200_000}},
@@ -554,6 +608,24 @@ def test_a_killed_run_goes_on_without_asking_twice(
     assert not set(again) & {record["user_prompt"] for record in kept}
     # Replies that were under way when it was killed are all that is asked twice.
     assert sum(times - 1 for times in Counter(server.prompts).values()) <= 2
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_gives_up_what_is_under_way(
+    server: Server, folders: list[str], tmp_path: Path
+) -> None:
+    server.script = always(60.0)
+    arguments = [*folders, *flags(tmp_path, server.url, "--parallel", "3", "--timeout", "100")]
+    process = start(*arguments)
+    wait_for(server, process, 3)
+    process.send_signal(signal.SIGINT)
+    assert process.stderr is not None
+    while "Ctrl-C again" not in process.stderr.readline():
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 130, errors
+    assert "Traceback" not in errors
 
 
 @pytest.mark.slow
@@ -664,6 +736,8 @@ def test_failures_that_pass_are_tried_again(
         b'{"choices": []}',
         b'{"error": {"message": "overloaded"}}',
         b"[]",
+        b"[" * 200_000,
+        (500, {}, b"[" * 200_000),
         b'{"choices": [{"message": {"content": [1]}}]}',
         (200, {"Content_Type": "text/html"}, b"<html>welcome</html>"),
     ]
@@ -671,7 +745,7 @@ def test_failures_that_pass_are_tried_again(
 
     def script(request: dict[str, Any], times: int) -> Any:
         with lock:
-            return left.pop() if left and times == 0 else GOOD
+            return left.pop() if left and times <= 1 else GOOD
 
     server.script = script
     arguments = [*folders, *flags(tmp_path, server.url), "--timeout", "1"]
@@ -681,6 +755,33 @@ def test_failures_that_pass_are_tried_again(
     assert {record["score"] for record in ratings(tmp_path)} == {7}
     assert len(server.requests) == 14 + len(troubles)
     assert "0 malformed" in capsys.readouterr().out
+
+
+def test_a_reply_that_trickles_in_without_end_is_given_up(server: Server) -> None:
+    server.script = always("trickle")
+    judge = client(server, timeout_s=0.2, num_retries=1)
+    before = time.monotonic()
+    with pytest.raises(RequestError, match=r"no whole answer within 1 s \(2 tries\)"):
+        judge.ask("s", "u", "n")
+    assert 2 <= time.monotonic() - before < 20
+    assert len(server.requests) == 2
+
+
+def test_a_prompt_that_is_no_unicode_is_one_failed_request(server: Server) -> None:
+    with pytest.raises(RequestError, match=r"the request is no Unicode text: .* surrogates"):
+        client(server).ask("s", "\ud800", "n")
+    assert not server.requests
+
+
+def test_counts_that_no_reply_can_have_are_none(
+    server: Server, folders: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.script = always(completion("[[7]]", usage=(10**320, 2**53)))
+    arguments = [folders[0], *flags(tmp_path, server.url, "--price-in", "1", "--price-out", "1")]
+    assert main(arguments) == 0
+    assert "(7 replies not counted)" in capsys.readouterr().out
+    assert {record["usage"]["prompt_tokens"] for record in ratings(tmp_path)} == {None}
+    assert main(arguments) == 0
 
 
 def test_a_request_that_fails_for_good_is_told_and_asked_again_by_the_next_run(
@@ -818,9 +919,13 @@ def test_further_fields_of_a_request(
     for request in server.requests:
         assert request.keys() == {"model", "messages", "max_completion_tokens"}
         assert request["max_completion_tokens"] == 99
-    for wrong in ("{", "[]", '{"model": "x"}'):
+    for wrong in (
+        *("{", "[]", '{"model": "x"}', '{"x": NaN}', '{"x": 1e999}', '{"x": "\\ud800"}'),
+        "[" * 100_000,
+    ):
         error = refused([folders[0], *flags(tmp_path, server.url, "--request", wrong)], capsys)
         assert "--request" in error
+    assert len(server.requests) == 7
 
 
 def client(server: Server, **changes: Any) -> JudgeClient:

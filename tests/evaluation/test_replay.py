@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from eagle_fsd.divergence import INFINITE_UNDER_REDUCED_VOCAB
 from eagle_fsd.recorder import Expectation, Recorder
 from eagle_fsd.tuning import TreeChoice, setting_of, store_choice
 from evaluation.answerer import turn_seed
-from evaluation.frontier import best_lines, draw, lines
+from evaluation.frontier import LARGEST_LEVEL, best_lines, draw, lines
 from evaluation.questions import read_questions
 from evaluation.replay import (
     PICTURE_FILE,
@@ -326,6 +327,18 @@ def test_a_folder_of_other_settings_is_refused_and_kept(
             record(1, 1.0, 1.0).to_line().replace(b": 1,", b": [1],", 1) + b"\n",
             "line 2: not the sums of a question",
         ),
+        (
+            record(1, 1.0, 1.0).to_line().replace(b'"num_cycles": 10', b'"num_cycles": 0') + b"\n",
+            "line 2: not the sums of a question",
+        ),
+        (
+            record(1, 1.0, 1.0).to_line().replace(b"[10, 10.0", b"[0, 10.0") + b"\n",
+            "line 2: not the sums of a question",
+        ),
+        (
+            record(1, 1.0, math.inf).to_line().replace(b'"inf"', b"NaN") + b"\n",
+            "line 2: not the sums of a question",
+        ),
         (record(8, 1.0, 1.0).to_line() + b"\n", "line 2: holds other rules than those asked for"),
         (None, "line 2: question_id 'q0' comes twice"),
     ],
@@ -428,9 +441,10 @@ def test_json_prints_the_report(
         ({"rules": "lenience:2"}, "leniency must be in (0, 1]*got 2"),
         ({"temperature": 0.0, "kl_levels": "0.1"}, "above 0; use --regret-levels"),
         ({"regret_levels": "0.1"}, "--regret-levels needs temperature 0; use --kl-levels"),
-        ({"kl_levels": "0.1,much"}, "--kl-levels takes finite numbers >= 0*got '0.1,much'"),
-        ({"kl_levels": "-1"}, "--kl-levels takes finite numbers >= 0*got '-1'"),
-        ({"kl_levels": "inf"}, "--kl-levels takes finite numbers >= 0*got 'inf'"),
+        ({"kl_levels": "0.1,much"}, "--kl-levels takes numbers in 0..1e+06*got '0.1,much'"),
+        ({"kl_levels": "-1"}, "--kl-levels takes numbers in 0..1e+06*got '-1'"),
+        ({"kl_levels": "inf"}, "--kl-levels takes numbers in 0..1e+06*got 'inf'"),
+        ({"kl_levels": "1e308"}, "--kl-levels takes numbers in 0..1e+06*got '1e308'"),
         ({"kl_levels": "1", "regret_levels": "1"}, "not allowed with"),
         ({"temperature": -1.0}, "temperature must be*got -1.0"),
         ({"max_new_tokens": 2}, "--max-new-tokens must be >= 3, got 2"),
@@ -463,6 +477,27 @@ def test_bad_input_is_one_line_and_status_2_and_writes_nothing(
     assert all(part in captured.err for part in message.split("*"))
     assert not captured.out
     assert not output.exists()
+
+
+def test_the_picture_shows_the_largest_level(tmp_path: Path) -> None:
+    records = [record(1, 1.5, 2.0), record(2, 1.7, 1.0)]
+    draw(summarise(records, {"temperature": 1.0}), [LARGEST_LEVEL], tmp_path / "picture.png")
+
+
+def test_a_question_file_is_one_task_however_it_is_written(
+    models: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert result(whole)["task"] == result(whole)["settings"]["task"]
+    assert result(whole)["task"] == str(models / "questions.jsonl")
+    monkeypatch.chdir(models)
+    shutil.copytree(whole, tmp_path / "copy")
+    assert main(arguments(models, tmp_path / "copy", task="questions.jsonl")) == 0
+    # A folder of an older version has the task as it was typed.
+    path = tmp_path / "copy" / "run.json"
+    stored = json.loads(path.read_text())
+    stored["settings"]["task"] = "questions.jsonl"
+    path.write_text(json.dumps(stored))
+    assert main(arguments(models, tmp_path / "copy")) == 0
 
 
 def test_a_question_that_does_not_fit_is_left_out_and_counted(

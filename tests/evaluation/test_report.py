@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import itertools
 import json
+import math
 import re
 import statistics
 from pathlib import Path
@@ -31,6 +32,7 @@ SETTINGS: dict[str, Any] = {
     "tree": "16,4,4",
     "budget": None,
     "temperature": 0.0,
+    "max_new_tokens": 64,
     "top_k": 0,
     "top_p": 1.0,
     "min_p": 0.0,
@@ -105,7 +107,7 @@ def save_speed(folder: Path, seconds: dict[str, float], **settings: Any) -> str:
         "arms": arms,
         "num_questions": len(NUMBERS),
         "per_question": [{"question_id": n, "arms": counts} for n in range(len(NUMBERS))],
-        "settings": SETTINGS | {"task": "math", "max_new_tokens": 64, "device": "cpu"} | settings,
+        "settings": SETTINGS | {"task": "math", "device": "cpu"} | settings,
         "notes": ["a note of the speed run"],
     }
     (folder / "speed.json").write_text(json.dumps(record))
@@ -333,6 +335,93 @@ def test_a_speed_run_of_other_settings_stands_by_itself(tmp_path: Path) -> None:
     assert "math, temperature 1" in page
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"device": "cuda:0"}, "device is &#x27;cuda:0&#x27; there, &#x27;cpu&#x27; in"),
+        ({"max_new_tokens": 256}, "max_new_tokens is 256 there, 64 in"),
+    ],
+)
+def test_a_speed_run_of_another_device_or_length_does_not_time_the_runs(
+    tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    folders = [
+        save_run(tmp_path / "exact", "exact"),
+        save_run(tmp_path / "fuzzy", "fuzzy:0.3:js", seconds=1.0),
+        save_speed(tmp_path / "speed", {"exact": 3.0, "fuzzy:0.3:js": 2.0}, **changes),
+    ]
+    page = write_report(tmp_path / "out", *folders)
+    assert f"does not time these runs: {words}" in page
+    assert "side by side</td>" not in page
+
+
+def test_a_run_that_was_resumed_on_another_device_is_not_timed_by_a_speed_run(
+    tmp_path: Path,
+) -> None:
+    folders = [
+        save_run(tmp_path / "exact", "exact"),
+        save_run(tmp_path / "fuzzy", "fuzzy:0.3:js", seconds=1.0),
+        save_speed(tmp_path / "speed", {"exact": 3.0, "fuzzy:0.3:js": 2.0}),
+    ]
+    assert read_sections(folders, seed=0)[0].points[1].ratios.source == tmp_path / "speed"
+    path = tmp_path / "fuzzy" / "run.json"
+    record = json.loads(path.read_text())
+    path.write_text(json.dumps(record | {"resumed": [{"device": "cuda:0"}]}))
+    (section,) = read_sections(folders, seed=0)
+    assert section.points[1].ratios.source is None
+    assert "device is 'cpu' there, 'cuda:0' in" in section.notes[-1]
+
+
+def test_an_arm_is_its_rule_however_it_is_written(tmp_path: Path) -> None:
+    folders = [
+        save_run(tmp_path / "exact", "exact"),
+        save_run(tmp_path / "fuzzy", "fuzzy:0.3:js", seconds=1.0),
+        save_speed(tmp_path / "speed", {"exact": 3.0, "fuzzy:0.30:js": 2.0}),
+    ]
+    (section,) = read_sections(folders, seed=0)
+    assert section.points[1].ratios.speed_up == Figure(1.5, 1.5, 1.5)
+    assert list(section.speeds[0].arms) == ["exact", "fuzzy:0.30:js"]
+
+
+def test_a_question_file_is_one_task_however_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "questions.jsonl"
+    file.touch()
+    monkeypatch.chdir(tmp_path)
+    folders = [
+        save_run(tmp_path / "exact", "exact", task=str(file)),
+        save_run(tmp_path / "fuzzy", "fuzzy:0.3:js", task="questions.jsonl"),
+        save_speed(tmp_path / "speed", {"exact": 3.0, "plain": 2.0}, task=str(file)),
+        save_replay(tmp_path / "replay", task="./questions.jsonl"),
+    ]
+    (section,) = read_sections(folders, seed=0)
+    assert section.task == str(file)
+    assert (len(section.points), len(section.speeds), len(section.replays)) == (2, 1, 1)
+
+
+def test_runs_of_packed_and_of_plain_weights_are_told(tmp_path: Path) -> None:
+    folders = [save_run(tmp_path / name, name) for name in ("exact", "plain")]
+    paths = [Path(folder) / "run.json" for folder in folders]
+    records = [json.loads(path.read_text()) for path in paths]
+    paths[0].write_text(json.dumps(records[0] | {"packed_weights": True}))
+    assert read_sections(folders, seed=0)[0].notes == []  # an older run does not say
+    paths[1].write_text(json.dumps(records[1] | {"packed_weights": False}))
+    note = "the runs differ in packed_weights: their times say little"
+    assert read_sections(folders, seed=0)[0].notes == [note]
+
+
+def test_an_unfinished_speed_run_is_marked(tmp_path: Path) -> None:
+    folder = save_speed(tmp_path / "speed", {"exact": 3.0, "plain": 2.0})
+    assert "Unfinished" not in write_report(tmp_path / "out", folder)
+    path = tmp_path / "speed" / "speed.json"
+    counts = {"num_planned": 80, "num_left_out": 5}
+    path.write_text(json.dumps(json.loads(path.read_text()) | counts))
+    page = write_report(tmp_path / "out", folder)
+    assert "Unfinished: 4 of 80 questions are measured so far" in page
+    assert "5 questions do not fit the context: left out." in page
+
+
 def test_code_without_scores_is_not_run_and_the_page_says_so(tmp_path: Path) -> None:
     folders = [save_run(tmp_path / rule[:5], rule, task="code") for rule in ("exact", "regret:1")]
     page = write_report(tmp_path / "out", *folders)
@@ -388,6 +477,97 @@ def test_folders_without_a_report_in_them_are_named(tmp_path: Path, capsys) -> N
     (empty / "replay.json").unlink()
     (empty / "run.json").write_text('{"model_id": "replay", "settings": {}}')
     assert "a replay without replay.json" in refused(capsys, str(empty))
+
+
+def test_spoilt_figures_of_a_speed_run_are_refused(tmp_path: Path, capsys) -> None:
+    folder = save_speed(tmp_path / "speed", {"exact": 3.0, "plain": 2.0})
+    path = tmp_path / "speed" / "speed.json"
+    whole = path.read_text()
+    for old, new in (
+        ('"num_tokens": 40', '"num_tokens": 0'),
+        ('"median": 1.0', '"median": NaN'),
+        ('"seconds": 3.0', '"seconds": Infinity'),
+        ('"rest": 0.0', '"other": 0.0'),
+        ('"temperature": 0.0', '"temperature": NaN'),
+    ):
+        assert old in whole
+        path.write_text(whole.replace(old, new, 1))
+        assert f"{path} is not a report of evaluation.speed" in refused(capsys, folder)
+
+
+def test_spoilt_figures_of_a_replay_are_refused(tmp_path: Path, capsys) -> None:
+    folder = save_replay(tmp_path / "replay")
+    path = tmp_path / "replay" / "replay.json"
+    whole = json.loads(path.read_text())
+    row = whole["rows"][0]
+    for changes in (
+        {"rows": []},
+        {"rows": [row | {"acceptance_length": math.nan}]},
+        {"rows": [row | {"cost_per_token": math.nan}]},
+        {"frontier": [row | {"max_cost_per_token": math.inf}]},
+    ):
+        path.write_text(json.dumps(whole | changes))
+        assert f"{path} is not a report of evaluation.replay" in refused(capsys, folder)
+    level = whole["frontier"][0] | {"max_cost_per_token": 1e308}
+    path.write_text(json.dumps(whole | {"frontier": [level]}))
+    assert "1e+308" in write_report(tmp_path / "out", folder)
+
+
+def test_a_run_without_its_settings_is_refused(tmp_path: Path, capsys) -> None:
+    folder = save_run(tmp_path / "exact", "exact")
+    path = tmp_path / "exact" / "run.json"
+    whole = json.loads(path.read_text())
+    for changes, words in (
+        ({"task": None}, "task"),
+        ({"kind": 3}, "kind"),
+        ({"settings": {}}, "rule"),
+        ({"settings": whole["settings"] | {"temperature": "warm"}}, "temperature"),
+    ):
+        path.write_text(json.dumps(whole | changes))
+        error = refused(capsys, folder)
+        assert f"run.json of {folder!r} has no {words} as evaluation.run writes it" in error
+    del whole["kind"]
+    path.write_text(json.dumps(whole))
+    assert f"run.json of {folder!r} has no kind" in refused(capsys, folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("choices", None),
+        ("choices", []),
+        ("choices", [3]),
+        ("turns", []),
+        ("turns", [3]),
+        ("wall_time", [math.nan]),
+        ("new_tokens", [-1]),
+        ("token_ids", [["a"]]),
+        ("stats", [None]),
+        ("idxs", [4, 4]),
+    ],
+)
+def test_incomplete_answers_are_named_by_their_line(
+    tmp_path: Path, capsys, name: str, value: Any
+) -> None:
+    folder = save_run(tmp_path / "exact", "exact")
+    path = Path(folder) / "model_answer" / "model.jsonl"
+    lines = path.read_text().splitlines()
+    answer = json.loads(lines[1])
+    (answer if name == "choices" else answer["choices"][0])[name] = value
+    path.write_text("\n".join([lines[0], json.dumps(answer), *lines[2:]]) + "\n")
+    expected = f"{path}, line 2: the answer's {name} are not as evaluation.run writes them"
+    assert expected in refused(capsys, folder)
+    assert score([folder]) == 2
+    assert expected in capsys.readouterr().err
+
+
+def test_statistics_of_others_are_refused(tmp_path: Path, capsys) -> None:
+    folder = save_run(tmp_path / "exact", "exact")
+    path = Path(folder) / "model_answer" / "model.jsonl"
+    path.write_text(path.read_text().replace('"kl_spent"', '"other"'))
+    assert f"the answers or scores in {folder!r} are not as" in refused(capsys, folder)
+    assert score([folder]) == 2
+    assert f"the answers in {folder!r} are not as evaluation.run" in capsys.readouterr().err
 
 
 def test_answers_and_scores_of_others_are_refused(tmp_path: Path, capsys) -> None:

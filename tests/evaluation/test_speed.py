@@ -398,6 +398,68 @@ def test_another_machine_is_refused_and_other_versions_are_noted(
     assert result["environment"]["git_commit"] != "later"
 
 
+@pytest.mark.parametrize("name", ["packed_weights", "compiled"])
+def test_other_forms_of_the_weights_are_refused_and_an_older_file_goes_with_any(
+    models: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+) -> None:
+    environment = speed.environment
+    arguments = flags(models, tmp_path, "plain", "--packed-weights", "off")
+    assert main([*arguments, "--limit", "1"]) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(speed, "environment", lambda target: environment(target) | {name: True})
+        assert main([*arguments, "--limit", "2"]) == 2
+        assert f"with {name} False, here it is True" in capsys.readouterr().err
+        path = tmp_path / speed.MEASURED_FILE
+        session, line = path.read_text().splitlines()
+        fields = json.loads(session)
+        del fields["environment"][name]
+        path.write_text(f"{json.dumps(fields)}\n{line}\n")
+        assert main([*arguments, "--limit", "2"]) == 0
+    assert main([*arguments, "--limit", "3"]) == 2
+    assert f"with {name} True, here it is False" in capsys.readouterr().err
+    assert read(tmp_path)["num_questions"] == 2
+
+
+def test_arms_and_question_files_are_known_however_they_are_written(
+    models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(flags(models, tmp_path, "plain,fuzzy:0.30:js", "--limit", "1")) == 0
+    file = Path(models["questions.jsonl"])
+    monkeypatch.chdir(file.parent)
+    arguments = flags(models, tmp_path, "plain,fuzzy:0.3:js", "--questions", file.name)
+    assert main([*arguments, "--limit", "2"]) == 0
+    result = read(tmp_path)
+    assert result["num_questions"] == 2
+    assert list(result["arms"]) == ["plain", "fuzzy:0.30:js"]
+    assert result["settings"]["task"] == str(file)
+    assert main(flags(models, tmp_path, "plain,fuzzy:0.2:js")) == 2
+
+
+def test_a_line_without_an_arm_or_with_an_answer_of_nothing_is_told(
+    models: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = flags(models, tmp_path, "plain,exact", "--limit", "1")
+    assert main(arguments) == 0
+    path = tmp_path / speed.MEASURED_FILE
+    session, line = path.read_text().splitlines()
+    fields = json.loads(line)
+    answers = fields["answers"]
+    for changed, words in (
+        ({"plain": answers["plain"]}, "has arms ['plain'], the run ['exact', 'plain']"),
+        (answers | {"plain": answers["plain"] | {"token_ids": []}}, "not a measured question"),
+        (answers | {"plain": answers["plain"] | {"seconds": math.nan}}, "not a measured question"),
+    ):
+        path.write_text(f"{session}\n{json.dumps(fields | {'answers': changed})}\n")
+        assert main(arguments) == 2
+        error = capsys.readouterr().err
+        assert "line 2: " in error
+        assert words in error
+
+
 def test_a_measurement_survives_its_line() -> None:
     target = TargetModel(tiny_model())
     decoder = SpeculativeDecoder(target, head_drafter(target), None, TREE)

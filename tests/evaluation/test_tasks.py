@@ -245,13 +245,17 @@ def test_our_own_tasks_need_no_excuse() -> None:
     assert TASKS["code"].sources == ()
 
 
-def test_a_file_is_a_chat_task_and_replaces_the_questions_of_a_named_one(tmp_path: Path) -> None:
+def test_a_file_is_a_chat_task_and_replaces_the_questions_of_a_named_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "mine.jsonl"
     path.write_text('{"question_id": 7, "turns": ["Why?"]}\n', encoding="utf-8")
     expected = [Question(7, "", ("Why?",))]
     task, questions, source = load_questions(str(path), None)
     assert (task.name, task.kind, questions) == (str(path), "chat", expected)
     assert source == f"the file {path}"
+    monkeypatch.chdir(tmp_path)
+    assert load_questions("mine.jsonl", None)[0] == task
     task, questions, source = load_questions("gsm8k", str(path))
     assert (task.kind, questions, source) == ("math", expected, f"the file {path}")
 
