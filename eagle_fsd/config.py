@@ -50,7 +50,7 @@ class TreeConfig:
     @classmethod
     def default(cls, device_type: str) -> TreeConfig:
         """EAGLE-2's own size, or a small tree on a CPU, where every node of a pass is dear."""
-        return cls(16, 4, 4) if device_type == "cpu" else cls(59, 6, 10)
+        return cls(8, 3, 4) if device_type == "cpu" else cls(59, 6, 10)
 
     @classmethod
     def parse(cls, text: str) -> TreeConfig | None:

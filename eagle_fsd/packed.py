@@ -20,6 +20,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 # Values of each weight that are compared to notice what is written through `weight.data`, which
 # PyTorch does not count.
 _NUM_PROBES = 64
+_SCATTER = 2_654_435_761  # Knuth's multiplier, near 2^32 over the golden ratio
 
 
 class PackedWeight:
@@ -36,8 +37,8 @@ class PackedWeight:
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self._weight, self._bias = weight, bias
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
-        generator = torch.Generator().manual_seed(weight.numel())
-        self._places = torch.randint(weight.numel(), (_NUM_PROBES,), generator=generator)
+        # Scattered, so that neither a row nor a column holds all of them.
+        self._places = torch.arange(1, _NUM_PROBES + 1) * _SCATTER % weight.numel()
         self._state = _state(weight)
         self._values = self._probe()
 

@@ -359,12 +359,12 @@ def test_a_number_that_the_slider_does_not_have_is_told_as_what_it_becomes(open_
             "number => document.querySelector('#slider input[type=number]').value === number",
             arg=number,
         )
-        tab.press("Clear")
-        tab.wait_for_answers(0)
         tab.send("a")
         tab.wait_for_answers(1)
         tab.wait_for_text("#figures", rule.replace(":", "", 1))
         assert tab.page.locator("#rule").inner_text() == rule
+        tab.press("Clear")
+        tab.wait_for_answers(0)
 
 
 def test_what_is_pressed_while_an_answer_is_written_is_refused_in_words(open_tab):

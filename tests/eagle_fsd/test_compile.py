@@ -60,21 +60,6 @@ def test_packing_and_compiling_exclude_each_other() -> None:
         SpeculativeDecoder.from_pretrained(tiny_model(), packed_weights=True, compile=True)
 
 
-@pytest.mark.slow
-def test_one_graph_serves_all_lengths(tmp_path: Any) -> None:
-    torch.compiler.reset()
-    model = tiny_model()
-    decoder = compiled_decoder(model, tmp_path)
-    for seed in range(8):
-        prompt = random_prompt(random.Random(seed))
-        expected = greedy_reference(model, prompt, NEW_TOKENS)
-        num_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-        assert decoder.generate(prompt, max_new_tokens=NEW_TOKENS).token_ids == expected
-        assert decoder.plain(prompt, max_new_tokens=NEW_TOKENS).token_ids == expected
-        if seed >= 2:
-            assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == num_graphs
-
-
 def hook(model: Any) -> None:
     model.model.layers[1].mlp.register_forward_hook(lambda _module, _inputs, output: -output)
 

@@ -79,7 +79,7 @@ def test_trees_that_cannot_be_read_show_an_example(text):
 
 def test_defaults_follow_the_device():
     assert TreeConfig.parse("auto") is None
-    assert TreeConfig.default("cpu") == TreeConfig(16, 4, 4)
+    assert TreeConfig.default("cpu") == TreeConfig(8, 3, 4)
     assert TreeConfig.default("cuda") == TreeConfig.default("mps") == TreeConfig(59, 6, 10)
 
 

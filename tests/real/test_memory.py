@@ -7,9 +7,16 @@ import pytest
 
 from eagle_fsd import SpeculativeDecoder
 
+pytestmark = pytest.mark.target
+
 NUM_REQUESTS = 40
 NEW_TOKENS = 256
 WARM_UP = 8  # allocators and buffers reach their size
+
+
+@pytest.fixture(scope="module")
+def decoder() -> SpeculativeDecoder:
+    return SpeculativeDecoder.from_pretrained("demo", draft_head="demo", dtype="float32")
 
 
 @pytest.mark.slow
