@@ -4,6 +4,7 @@ Every stage is a generator that holds one conversation at a time and counts what
 `Tally`, so a corpus of any size passes through in constant memory.
 """
 
+import hashlib
 import importlib
 import json
 import logging
@@ -13,6 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
+
+from eagle_fsd.files import read_lines
 
 LOGGER = logging.getLogger(__name__)
 
@@ -36,7 +39,15 @@ _CHUNK = 2**20
 _MAX_ITEM = 2**26
 _MAX_LOGGED = 5
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_WORD = re.compile(r"\w+")
+_NOT_UTF8 = re.compile("[\udc80-\udcff]")  # what "surrogateescape" makes of such bytes
+_BLANK = " \t\r\n\ufeff"  # the last is the byte order mark, which a second file may begin with
+_DECODER = json.JSONDecoder()
+# A string, a quote that opens one without an end, or a character of JSON's structure.
+_STRUCTURE = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|["\[\]{},]', re.DOTALL)
+# Thai, Lao, Burmese, Khmer, Japanese and Chinese are written without spaces.
+_SPACELESS = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3005-\u3007\u3040-\u30ff\u3400-\u4dbf"
+_SPACELESS += "\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
+_WORD = re.compile(rf"[{_SPACELESS}]|[^\W{_SPACELESS}]+")
 _DATASET_MAGIC = {b"PAR1": "parquet", b"ARRO": "arrow", b"\xff\xff\xff\xff": "arrow"}
 
 
@@ -122,9 +133,10 @@ def read_rows(
 ) -> Iterator[dict[str, Any]]:
     """The rows of one source, in order.
 
-    A file may be a JSON array (also one that is cut off in the middle: the whole items before the
-    cut are read), JSON lines, parquet or arrow; its content decides, not its name. Anything else
-    is a folder of, or the id of, a Hugging Face data set.
+    A file may be a JSON array (also several in a row, and one that is cut off in the middle: the
+    whole items before the cut are read), JSON lines, parquet or arrow; its content decides, not its
+    name. Lines and items that cannot be decoded, or are not in UTF-8, are skipped and counted.
+    Anything else is a folder of, or the id of, a Hugging Face data set.
 
     Args:
         source: path or data-set id.
@@ -137,7 +149,7 @@ def read_rows(
             training split.
         ImportError: if a data set is asked for and the `datasets` package is missing.
     """
-    source_identity(source)
+    _check_source(source)
     path = Path(source)
     if not path.is_file():
         yield from _dataset_rows(source)
@@ -147,7 +159,7 @@ def read_rows(
     if kind is not None:
         yield from _load_dataset(source, kind, data_files=source)["train"]
         return
-    with path.open(encoding="utf-8-sig", errors="replace") as stream:
+    with path.open(encoding="utf-8-sig", errors="surrogateescape") as stream:
         first = _first_character(stream)
         if first not in ("[", "{"):
             found = f"starts with {first!r}" if first else "is empty"
@@ -159,17 +171,24 @@ def read_rows(
 
 
 def source_identity(source: str) -> dict[str, Any]:
-    """Name and size of a file, which tell it apart after a move; the name of anything else.
+    """Name, size and digest of a file, which hold after a move; the name of anything else.
 
     Raises:
         FileNotFoundError: if `source` looks like a path and there is nothing.
     """
+    _check_source(source)
     path = Path(source)
-    if path.is_file():
-        return {"name": path.name, "bytes": path.stat().st_size}
+    if not path.is_file():
+        return {"name": source}
+    with path.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    return {"name": path.name, "bytes": path.stat().st_size, "sha256": digest}
+
+
+def _check_source(source: str) -> None:
+    path = Path(source)
     if not path.exists() and (path.suffix or source.startswith((".", "/", "~"))):
         raise FileNotFoundError(f"no file {source!r}")
-    return {"name": source}
 
 
 class _Progress:
@@ -198,49 +217,141 @@ def _first_character(stream: TextIO) -> str:
     return first
 
 
+class _Window:
+    """What of a text is in memory: about one item of a JSON array, from `position` on.
+
+    Raises:
+        EOFError: by `grow` and `peek`, at the text's end.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._dropped = 0
+        self.buffer = ""
+        self.position = 0
+
+    def grow(self) -> None:
+        """Reads as much again as the item already has: the decoding of long items stays linear."""
+        rest = len(self.buffer) - self.position
+        more = self._stream.read(max(_CHUNK, rest)) if rest < _MAX_ITEM else ""
+        if not more:
+            raise EOFError
+        self._dropped += self.position
+        self.buffer, self.position = self.buffer[self.position :] + more, 0
+
+    def peek(self, ignored: str) -> str:
+        """The next character that is not ignored; the position is before it."""
+        while True:
+            self.position = _skip(self.buffer, self.position, ignored)
+            if self.position < len(self.buffer):
+                return self.buffer[self.position]
+            self.grow()
+
+    def decode(self) -> tuple[Any, str]:
+        """The item at the position, which is behind it afterwards, and why it is skipped or "".
+
+        Raises:
+            EOFError: if it is cut off.
+            JSONDecodeError: if it is no JSON.
+        """
+        while True:
+            try:
+                item, end = _DECODER.raw_decode(self.buffer, self.position)
+            except json.JSONDecodeError as error:
+                if not self._may_go_on(error):
+                    raise
+                self.grow()
+            except (ValueError, RecursionError) as error:  # JSON, but more than can be taken in
+                self._pass_over()
+                return None, str(error)
+            else:
+                if isinstance(item, int | float) and end == len(self.buffer):
+                    self.grow()  # digits may follow
+                    continue
+                text = self.buffer[self.position : end]
+                self.position = end
+                return item, "" if _is_utf8(text) else "not UTF-8 text"
+
+    def place(self, position: int) -> int:
+        """Where a position in the buffer is in the text."""
+        return self._dropped + position
+
+    def _may_go_on(self, error: json.JSONDecodeError) -> bool:
+        """Whether more text could mend it: it lies at the buffer's end or in an open string."""
+        is_open = error.msg.startswith("Unterminated string")
+        return is_open or error.pos >= len(self.buffer) - 8
+
+    def _pass_over(self) -> None:
+        """Moves behind an item that cannot be decoded."""
+        while (end := _item_end(self.buffer, self.position)) is None:
+            self.grow()
+        self.position = end
+
+
 def _array_items(
     stream: TextIO, source: str, tally: Tally, progress: _Progress
 ) -> Iterator[dict[str, Any]]:
-    """The items of a JSON array, decoded one by one from a buffer that holds about one item."""
-    decoder = json.JSONDecoder()
-    buffer = stream.read(_CHUNK)
-    position = buffer.index("[") + 1
-    dropped = 0
-    while True:
-        progress.update()
-        position = _skip(buffer, position, " \t\r\n,")
-        try:
-            if buffer[position : position + 1] == "]":
-                return
-            item, position = decoder.raw_decode(buffer, position)
-        except json.JSONDecodeError as error:
-            # Reading as much again as the item already has keeps the decoding of long items linear.
-            rest = len(buffer) - position
-            more = stream.read(max(_CHUNK, rest)) if _may_go_on(error, len(buffer), rest) else ""
-            if not more:
-                where = dropped + error.pos
-                LOGGER.warning("%s: the JSON breaks at character %d: %s", source, where, error.msg)
-                tally.faults["file cut off or broken"] += 1
-                return
-            dropped += position
-            buffer, position = buffer[position:] + more, 0
-            continue
-        if isinstance(item, dict):
-            yield item
-        else:
-            tally.faults["item that is no object"] += 1
+    """The items of JSON arrays, one behind the other, decoded one by one."""
+    window = _Window(stream)
+    is_inside = False
+    try:
+        while True:
+            progress.update()
+            character = window.peek(_BLANK + "," if is_inside else _BLANK)
+            if character == ("]" if is_inside else "["):
+                window.position += 1
+                is_inside = not is_inside
+                continue
+            item, problem = window.decode()
+            if not is_inside:
+                where = window.place(window.position)
+                LOGGER.warning("%s: the item before character %d is in no array", source, where)
+                tally.faults["item outside of an array"] += 1
+            elif problem:
+                _count_item(problem, source, window, tally)
+            elif isinstance(item, dict):
+                yield item
+            else:
+                tally.faults["item that is no object"] += 1
+    except json.JSONDecodeError as error:
+        where = window.place(error.pos)
+        LOGGER.warning("%s: the JSON breaks at character %d: %s", source, where, error.msg)
+        tally.faults["file cut off or broken"] += 1
+    except EOFError:
+        if is_inside:
+            where = window.place(len(window.buffer))
+            LOGGER.warning("%s: the JSON breaks off at character %d", source, where)
+            tally.faults["file cut off or broken"] += 1
+
+
+def _count_item(problem: str, source: str, window: _Window, tally: Tally) -> None:
+    tally.faults["malformed item"] += 1
+    if tally.faults["malformed item"] <= _MAX_LOGGED:
+        where = window.place(window.position)
+        LOGGER.warning("%s: item before character %d skipped: %s", source, where, problem)
+
+
+def _item_end(text: str, position: int) -> int | None:
+    """Where the item of an array ends that starts at `position`; None if `text` ends before."""
+    depth = 0
+    for match in _STRUCTURE.finditer(text, position):
+        found = match.group()
+        if found == '"':
+            return None
+        if depth == 0 and found in ",]":
+            return match.start()
+        depth += (found in "[{") - (found in "]}")
+    return None
+
+
+def _is_utf8(text: str) -> bool:
+    return text.isascii() or _NOT_UTF8.search(text) is None
 
 
 def _skip(text: str, position: int, characters: str) -> int:
     while position < len(text) and text[position] in characters:
         position += 1
     return position
-
-
-def _may_go_on(error: json.JSONDecodeError, length: int, rest: int) -> bool:
-    """Whether more text could mend the error: it lies at the buffer's end or in an open string."""
-    is_open = error.msg.startswith("Unterminated string") or error.pos >= length - 8
-    return is_open and rest < _MAX_ITEM
 
 
 def _lines(
@@ -268,6 +379,8 @@ def _lines(
 
 
 def _parse_line(line: str) -> tuple[dict[str, Any] | None, str]:
+    if not _is_utf8(line):
+        return None, "not UTF-8 text"
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -414,7 +527,8 @@ class Exclusion:
 
     A text matches if it shares 13 words in a row with a question or a reference answer, or holds
     the whole of a question of 8 to 12 words. Words are lower-cased runs of letters, digits and
-    underscores. Shorter questions are everyday phrases and match nothing.
+    underscores, and single characters of scripts that are written without spaces. Shorter questions
+    are everyday phrases and match nothing.
     """
 
     def __init__(self) -> None:
@@ -427,14 +541,13 @@ class Exclusion:
 
         Raises:
             FileNotFoundError: if a file is missing.
-            ValueError: if a line is not JSON or a file has no question and no answer.
+            ValueError: if a file is no UTF-8 text, a line is not JSON, or a file has no question
+                and no answer.
         """
         exclusion = cls()
         for path in map(Path, paths):
-            if not path.is_file():
-                raise FileNotFoundError(f"no file {str(path)!r} to exclude")
             before = exclusion.num_texts
-            for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+            for number, line in enumerate(read_lines(path, "file to exclude"), start=1):
                 if line.strip():
                     exclusion._add_line(line, f"{path}: line {number}")
             if exclusion.num_texts == before:
@@ -475,7 +588,11 @@ class Exclusion:
             raise ValueError(f"{where} cannot be excluded: {problem}")
         for question in _strings(row.get("turns")):
             self.add(question, min_words=MIN_PHRASE)
-        answers = [choice.get("turns") for choice in row.get("choices") or ()]
+        choices = row.get("choices")
+        answers = [
+            choice.get("turns") if isinstance(choice, Mapping) else choice
+            for choice in (choices if isinstance(choices, list) else ())
+        ]
         for value in (row.get("reference"), row.get("system_prompt"), *answers):
             for text in _strings(value):
                 self.add(text)

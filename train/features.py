@@ -188,7 +188,10 @@ def read_features_meta(folder: str | Path) -> dict[str, Any]:
 
 
 def shards_identity(folder: str | Path) -> str:
-    """A digest of what the token shards in `folder` hold: where they come from and their counts."""
+    """A digest of what the token shards in `folder` hold: their source, counts and content.
+
+    Shards of an earlier version do not tell their content.
+    """
     meta = read_meta(folder)
     facts = {key: meta.get(key) for key in ("dtype", "tokenizer", "identity", "splits")}
     facts["tokenizer"] = {

@@ -4,7 +4,7 @@
 
 finishes in well under a minute on a laptop. The stages are generators, read -> clean -> exclude ->
 (others, each conversations -> conversations) -> tokenize -> write, so memory does not grow with the
-corpus. A rerun on a finished folder does nothing; an unfinished one is made again.
+corpus. A rerun on a finished folder does nothing; an unfinished or damaged one is made again.
 
 With `--regenerate` the target answers the conversations anew (see `train.regenerate`). Its answers
 are kept in `regenerated.jsonl` beside the shards, and a run that was killed goes on behind them. So
@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import numpy as np
+from filelock import FileLock, Timeout
 from jinja2 import TemplateError
 from tqdm import tqdm
 
@@ -51,6 +52,7 @@ from train.shards import (
     META_FILE,
     SPLITS,
     ShardWriter,
+    TokenShards,
     read_meta,
     token_dtype,
 )
@@ -63,6 +65,7 @@ LOGGER = logging.getLogger(__name__)
 Stage = Callable[[Iterable[Conversation]], Iterable[Conversation]]
 
 UNFINISHED_FILE = "unfinished.json"
+LOCK_FILE = ".lock"
 FEW_CONVERSATIONS = 1000
 NO_PREFIX = "ids are no prefix of the longer chat's"
 
@@ -141,7 +144,7 @@ class PrepareConfig:
     def identity(self) -> dict[str, Any]:
         """What decides the shards' content, but for the tokenizer.
 
-        Files are known by name and size, excluded files by digest, so that folders may be moved.
+        Files are known by name, size and digest, so that folders may be moved.
 
         Raises:
             FileNotFoundError: if an input or excluded file is missing.
@@ -332,6 +335,10 @@ def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError, ImportError) as error:
         raise ValueError(f"cannot load the tokenizer {name!r}: {error}") from error
+    except (LookupError, AttributeError, TypeError, RuntimeError) as error:
+        raise ValueError(
+            f"cannot load the tokenizer {name!r}: its files are damaged ({error!r})"
+        ) from error
     return tokenizer
 
 
@@ -388,18 +395,74 @@ def prepare(config: PrepareConfig, stages: Sequence[Stage] = ()) -> dict[str, An
         ValueError: if an input is not readable as conversations, the chat template cannot be used,
             no supervised token is left, or the output folder holds something else.
         OSError: if the machine fails, for example on a full disk.
+        RuntimeError: if another preparation is at work in the output folder.
     """
-    started = time.perf_counter()
     output = Path(config.output)
     identity = config.identity()
     exclusion = Exclusion.from_files(config.exclude)
     tokenizer = load_tokenizer(config.tokenizer)
     encoder = ChatEncoder(tokenizer, config.max_length)
     identity["tokenizer"] = tokenizer_identity(tokenizer)
-    if (finished := find_finished(output, identity)) is not None:
-        if not _may_go_on(config, finished):
-            print(f"{output} already holds these shards; nothing to do")
+    if (finished := _finished(config, identity)) is not None:
+        return finished
+    with _locked(output):
+        # Another preparation may have finished in between.
+        if (finished := _finished(config, identity)) is not None:
             return finished
+        return _make(config, stages, identity, encoder, tokenizer, exclusion)
+
+
+def _finished(config: PrepareConfig, identity: dict[str, Any]) -> dict[str, Any] | None:
+    """The meta data of a folder with which there is nothing to do."""
+    output = Path(config.output)
+    meta = find_finished(output, identity)
+    if meta is None or _may_go_on(config, meta) or not _is_whole(output):
+        return None
+    print(f"{output} already holds these shards; nothing to do")
+    return meta
+
+
+def _is_whole(output: Path) -> bool:
+    """Whether all shards are there that the meta data tell of."""
+    try:
+        for split in SPLITS:
+            TokenShards(output, split)
+    except (ValueError, OSError, LookupError, EOFError) as error:
+        LOGGER.warning("%s is damaged and is made again: %s", output, error)
+        return False
+    return True
+
+
+@contextmanager
+def _locked(output: Path) -> Iterator[None]:
+    """Keeps a second preparation out of the folder, which is made when it is absent."""
+    output.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(output / LOCK_FILE)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise RuntimeError(
+            f"another preparation is at work in {str(output)!r}; wait for it or choose another "
+            "folder"
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _make(
+    config: PrepareConfig,
+    stages: Sequence[Stage],
+    identity: dict[str, Any],
+    encoder: ChatEncoder,
+    tokenizer: "PreTrainedTokenizerBase",
+    exclusion: Exclusion,
+) -> dict[str, Any]:
+    """Writes the shards into the folder, which is locked, whatever it holds of them."""
+    started = time.perf_counter()
+    output = Path(config.output)
+    if (output / META_FILE).exists():
         write_json(output / UNFINISHED_FILE, identity)
         (output / META_FILE).unlink()
     tally = Tally()
@@ -421,7 +484,10 @@ def prepare(config: PrepareConfig, stages: Sequence[Stage] = ()) -> dict[str, An
             all_stages += [partial(regenerator.stage, tally=tally), exclude]
         _write(config, all_stages, encoder, writers, tally)
         _check_supervised(writers, tally)
-        splits = {name: writer.summary() for name, writer in writers.items()}
+        splits: dict[str, dict[str, Any]] = {
+            name: writer.summary() | {"sha256": _content_sha256(output / name)}
+            for name, writer in writers.items()
+        }
         meta = {
             "format": FORMAT_NAME,
             "version": FORMAT_VERSION,
@@ -457,17 +523,46 @@ def find_finished(output: Path, identity: dict[str, Any]) -> dict[str, Any] | No
     if meta is not None:
         found = meta["identity"]
     elif unfinished.exists():
-        found = json.loads(unfinished.read_text(encoding="utf-8"))
-    elif {path.name for path in output.iterdir()} - {UNFINISHED_FILE + ".tmp"}:
+        found = read_object(unfinished)
+    elif {path.name for path in output.iterdir()} - {UNFINISHED_FILE + ".tmp", LOCK_FILE}:
         raise ValueError(f"output folder {str(output)!r} is not empty and holds no shards")
     else:
         return None
-    if differing := sorted(key for key in identity if found.get(key) != identity[key]):
+    if differing := sorted(
+        key for key in identity if key not in found or not agrees(found[key], identity[key])
+    ):
         raise ValueError(
             f"output folder {str(output)!r} holds {'an unfinished' if meta is None else 'a'} "
             f"preparation with other settings ({', '.join(differing)}); choose or clear a folder"
         )
     return meta
+
+
+def agrees(stored: Any, asked: Any) -> bool:
+    """Whether what decided a folder's content is what is asked for.
+
+    What an earlier version did not store, such as the digest of a file, goes with anything.
+    """
+    if isinstance(stored, dict) and isinstance(asked, dict):
+        return all(key in asked and agrees(value, asked[key]) for key, value in stored.items())
+    if isinstance(stored, list) and isinstance(asked, list):
+        return len(stored) == len(asked) and all(map(agrees, stored, asked))
+    return bool(stored == asked)
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of a shard folder.
+
+    Raises:
+        ValueError: if the file holds none.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{str(path)!r} is not JSON: {error}; clear the folder") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{str(path)!r} holds no settings; clear the folder")
+    return found
 
 
 def _may_go_on(config: PrepareConfig, finished: dict[str, Any]) -> bool:
@@ -573,7 +668,8 @@ def _unfinished(output: Path, identity: dict[str, Any]) -> Iterator[None]:
     except (ValueError, OSError, RuntimeError, ImportError):
         _remove_shards(output)
         if not (output / REGENERATED_FILE).exists():
-            (output / UNFINISHED_FILE).unlink(missing_ok=True)
+            for name in (UNFINISHED_FILE, LOCK_FILE):
+                (output / name).unlink(missing_ok=True)
             with suppress(OSError):  # a file that is not ours keeps the folder
                 output.rmdir()
         raise
@@ -601,6 +697,12 @@ def _refuse_template(num_failed: int, num_tried: int, tally: Tally) -> NoReturn:
         f"conversations (skipped: {tally.reasons()}); give a tokenizer whose template keeps "
         "earlier turns unchanged, or add {% generation %} markers to it"
     )
+
+
+def _content_sha256(folder: Path) -> str:
+    """A digest of a split's shards: tokens, masks and where each conversation starts."""
+    digests = [_file_sha256(str(path)) for path in sorted(folder.iterdir())]
+    return _sha256("".join(digests))
 
 
 def _file_sha256(path: str) -> str:

@@ -23,11 +23,13 @@ import hashlib
 import json
 import lzma
 import math
+import re
 import shutil
 import sys
 import time
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import chain
 from pathlib import Path
@@ -45,7 +47,9 @@ from eagle_fsd.default_target import (
 )
 from eagle_fsd.device import resolve_device
 from eagle_fsd.draft_vocab import read_vocab
-from eagle_fsd.files import write_json
+from eagle_fsd.errors import UnsupportedModelError
+from eagle_fsd.files import write_json, write_text
+from eagle_fsd.target import FAMILIES
 from train.conversations import (
     Conversation,
     Exclusion,
@@ -57,9 +61,19 @@ from train.conversations import (
 from train.features import FeaturesConfig, compute_features, shards_identity
 from train.fit import fit
 from train.fit_config import DEVICES, FitConfig
-from train.prepare import ChatEncoder, PrepareConfig, load_tokenizer, prepare, report
+from train.prepare import (
+    UNFINISHED_FILE,
+    ChatEncoder,
+    PrepareConfig,
+    agrees,
+    load_tokenizer,
+    prepare,
+    read_object,
+    report,
+)
 from train.regenerate import REGENERATED_FILE, RegenerateConfig
 from train.run_folder import CURVE_FILE, METRICS_FILE
+from train.shards import META_FILE
 
 OWN, MIXED, FEATURES, RUN = "own", "mixed", "features", "run"
 RECORD_FILE = "record.json"
@@ -70,6 +84,12 @@ FORMAT = ["eagle_fsd parts", 1]
 TARGET_FILE, DATA_FILE = "target.gguf", "data.zip"
 CONVERSATIONS_FILE = "conversations.jsonl"
 PART_BYTES = 50_000_000
+PARTS_DIGEST_FILE = "parts.sha256"
+STAGED = "new.tmp"
+_PART = re.compile(
+    rf"({re.escape(TARGET_FILE)}|{re.escape(DATA_FILE)})\.(\d+(\.tmp)?|tmp)|"
+    rf"{re.escape(MANIFEST_FILE)}(\.tmp)?|{re.escape(STAGED)}"
+)
 
 LONGEST_PROMPT, LONGEST = 512, 2048
 # Of the minutes of `run`: the share in which the target answers, and what is left at the end for
@@ -272,7 +292,7 @@ def run_recipe(
 
 def _check_head(config: RecipeConfig) -> None:
     """Refuses at once what would not be seen before the answers are made."""
-    shape = load_target_config(config.target).get_text_config()
+    shape = _target_config(config.target)
     choice = config.draft_vocab
     if choice.isdigit():
         if not 1 <= int(choice) <= shape.vocab_size:
@@ -329,7 +349,22 @@ def _mixed(config: RecipeConfig) -> tuple[str, dict[str, Any]]:
         seed=config.seed,
         limit=limit,
     )
+    _drop_outdated(folder, prepared)
     return str(folder), _prepared(prepared)
+
+
+def _drop_outdated(folder: Path, config: PrepareConfig) -> None:
+    """Removes shards of other conversations, such as of fewer answers: they are soon made again."""
+    if (folder / META_FILE).is_file():
+        stored = read_object(folder / META_FILE).get("identity")
+    elif (folder / UNFINISHED_FILE).is_file():
+        stored = read_object(folder / UNFINISHED_FILE)
+    else:
+        return
+    asked = config.identity()
+    kept = {name: (stored or {}).get(name) for name in ("input", "limit")}
+    if not agrees(kept, asked):
+        shutil.rmtree(folder)
 
 
 def _prepared(config: PrepareConfig) -> dict[str, Any]:
@@ -340,8 +375,18 @@ def _prepared(config: PrepareConfig) -> dict[str, Any]:
 
 def _lengths(target: str) -> tuple[int, int]:
     """The longest conversation and prompt that are taken, within the target's context."""
-    context = int(load_target_config(target).get_text_config().max_position_embeddings)
+    context = int(_target_config(target).max_position_embeddings)
     return min(LONGEST, context), min(LONGEST_PROMPT, context // 2)
+
+
+def _target_config(target: str) -> Any:
+    config = load_target_config(target)
+    if config.model_type not in FAMILIES:
+        raise UnsupportedModelError(
+            f"target {target!r} is of family {config.model_type!r}; supported families are "
+            f"{', '.join(sorted(FAMILIES))}"
+        )
+    return config.get_text_config()
 
 
 # What has to travel
@@ -405,21 +450,24 @@ def pack(config: PackConfig, part_bytes: int = PART_BYTES) -> dict[str, Any]:
         OSError, RuntimeError: if the target cannot be fetched or the machine fails.
     """
     folder = Path(config.output)
-    if folder.exists() and any(folder.iterdir()) and not (folder / MANIFEST_FILE).is_file():
-        raise ValueError(f"output folder {config.output!r} is not empty; choose another")
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / MANIFEST_FILE).unlink(missing_ok=True)
+    _check_parts_folder(folder)
     gguf = default_target_gguf() if config.target == DEMO else Path(config.target)
     tally = Tally()
-    data = folder / (DATA_FILE + ".tmp")
+    # All is made beside the parts that are there, and takes their place when it is whole.
+    staged = folder / STAGED
+    shutil.rmtree(staged, ignore_errors=True)
+    staged.mkdir(parents=True)
     try:
-        _write_data(data, config, str(gguf), tally)
+        _write_data(staged / DATA_FILE, config, str(gguf), tally)
         files = {
-            TARGET_FILE: _split(gguf, folder, TARGET_FILE, part_bytes),
-            DATA_FILE: _split(data, folder, DATA_FILE, part_bytes),
+            TARGET_FILE: _split(gguf, staged, TARGET_FILE, part_bytes),
+            DATA_FILE: _split(staged / DATA_FILE, staged, DATA_FILE, part_bytes),
         }
+        _replace_parts(folder, staged, [*files[TARGET_FILE]["parts"], *files[DATA_FILE]["parts"]])
     finally:
-        data.unlink(missing_ok=True)
+        shutil.rmtree(staged, ignore_errors=True)
+        with suppress(OSError):  # whatever is in the folder keeps it
+            folder.rmdir()
     manifest = {
         "format": FORMAT,
         "files": files,
@@ -431,6 +479,25 @@ def pack(config: PackConfig, part_bytes: int = PART_BYTES) -> dict[str, Any]:
     }
     write_json(folder / MANIFEST_FILE, manifest)
     return manifest
+
+
+def _check_parts_folder(folder: Path) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"output {str(folder)!r} is a file; name a folder")
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    if foreign := sorted(name for name in names if not _PART.fullmatch(name)):
+        raise ValueError(
+            f"output folder {str(folder)!r} holds {foreign[0]!r}, which is no part; choose another"
+        )
+
+
+def _replace_parts(folder: Path, staged: Path, names: Sequence[str]) -> None:
+    """Moves the new parts into the folder and removes the old ones."""
+    for path in folder.iterdir():
+        if path.name not in (*names, MANIFEST_FILE, STAGED):
+            path.unlink()
+    for name in names:
+        (staged / name).replace(folder / name)
 
 
 def _write_data(path: Path, config: PackConfig, target: str, tally: Tally) -> None:
@@ -567,12 +634,14 @@ def run_parts(config: RunConfig, started: float) -> dict[str, Any]:
         OSError, RuntimeError: if the machine fails.
     """
     parts, output = Path(config.parts), Path(config.output)
+    _check_results(output)
     manifest = _read_manifest(parts)
     if config.mix_original and not manifest["mix_original"]:
         raise ValueError("the parts hold no original answers; pack them with --mix-original")
     digest = hashlib.sha256(json.dumps(manifest["files"]).encode()).hexdigest()
     work = Path(config.work) if config.work else cache_dir() / "recipe" / digest[:16]
     work.mkdir(parents=True, exist_ok=True)
+    _claim(work, digest)
     target = config.target or str(_joined_target(parts, manifest, work))
     data = _joined_data(parts, manifest, work)
 
@@ -615,12 +684,55 @@ def _read_manifest(parts: Path) -> dict[str, Any]:
         raise FileNotFoundError(
             f"no {MANIFEST_FILE} in {str(parts)!r}; make it with python -m train.recipe pack"
         )
-    manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    if manifest.get("format") != FORMAT:
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{str(path)!r} is not JSON: {error}; pack again") from error
+    found = manifest.get("format") if isinstance(manifest, dict) else None
+    if found != FORMAT:
+        raise ValueError(f"{str(path)!r} has the format {found}, expected {FORMAT}; pack again")
+    files = manifest.get("files")
+    files = files if isinstance(files, dict) else {}
+    of_file, of_all = {"parts", "bytes", "sha256"}, {"exclude", "target", "turns", "mix_original"}
+    has_files = all(of_file <= set(files.get(name) or ()) for name in (TARGET_FILE, DATA_FILE))
+    if not has_files or not of_all <= manifest.keys():
+        raise ValueError(f"{str(path)!r} is damaged: it does not tell of all parts; pack again")
+    return dict(manifest)
+
+
+def _check_results(output: Path) -> None:
+    """Refuses to write over the head of a run of `train.fit`."""
+    ours = (ANSWERS_FILE, RECORD_FILE)
+    theirs = ("best", METRICS_FILE)
+    if any((output / name).exists() for name in theirs) and not any(
+        (output / name).exists() for name in ours
+    ):
         raise ValueError(
-            f"{str(path)!r} has the format {manifest.get('format')}, expected {FORMAT}; pack again"
+            f"output folder {str(output)!r} holds a run that is not of this command; choose another"
         )
-    return manifest
+
+
+def _claim(work: Path, digest: str) -> None:
+    """Notes in the work folder whose parts it is for, and refuses those of others.
+
+    Without a note, what is there may be of any parts, or nothing of ours: it is not touched. The
+    folder of the user's cache has the digest for its name.
+    """
+    note = work / PARTS_DIGEST_FILE
+    is_noted = note.is_file()
+    is_known = is_noted or work.name == digest[:16]
+    if is_noted and note.read_text(encoding="utf-8").strip() != digest:
+        raise ValueError(
+            f"work folder {str(work)!r} was made from other parts; give another --work or clear it"
+        )
+    for name in ("target", "data"):
+        if not is_known and (work / name).exists():
+            raise ValueError(
+                f"work folder {str(work)!r} holds {name!r} and no {PARTS_DIGEST_FILE}, so that "
+                "nobody knows what it is of; give another --work"
+            )
+    if not is_noted:
+        write_text(note, digest + "\n")
 
 
 def _joined_target(parts: Path, manifest: dict[str, Any], work: Path) -> Path:

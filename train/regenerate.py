@@ -40,6 +40,7 @@ from train.conversations import Conversation, Message, Tally, UnusableConversati
 REGENERATED_FILE = "regenerated.jsonl"
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
+_EDGE_BYTES = 2**20  # of a file of weights, at both ends
 # Conversations that are sorted by length together, so that the rows of a batch are about equally
 # long. A constant: the order of the file must not depend on the batch size.
 _WINDOW = 1024
@@ -124,6 +125,7 @@ class RegenerateConfig:
         kept = ("turns", "max_new_tokens", "max_prompt_tokens", "dtype")
         return {
             "target": Path(self.target).name,
+            "target_sha256": _target_sha256(self.target),
             "temperatures": list(self.temperatures),
             **{name: getattr(self, name) for name in kept},
         }
@@ -508,7 +510,7 @@ class Regenerator:
         num_done = 0
         if self._path.exists():
             drop_half_line(self._path)
-            with self._path.open(encoding="utf-8") as stream:
+            with self._path.open(encoding="utf-8", errors="surrogateescape") as stream:
                 for num_done, line in enumerate(stream, start=1):
                     yield from _conversations(self._check(line, num_done, jobs), tally)
         for line in self._answer(jobs, num_done):
@@ -516,7 +518,15 @@ class Regenerator:
 
     def _check(self, line: str, number: int, jobs: Iterator[Job]) -> dict[str, Any]:
         job = next(jobs, None)
-        row: dict[str, Any] = json.loads(line)
+        try:
+            row: Any = json.loads(line.encode())  # which refuses what was not UTF-8
+        except (ValueError, RecursionError):
+            row = None
+        if not isinstance(row, dict) or not {"id", "messages"} <= row.keys():
+            raise ValueError(
+                f"line {number} of {str(self._path)!r} is damaged; remove it and those behind it, "
+                "which are then answered again"
+            )
         if job is None or row["id"] != job.id:
             raise ValueError(
                 f"line {number} of {str(self._path)!r} answers another conversation than the "
@@ -702,6 +712,31 @@ class _Queue:
             job.number = self._num_new
             self._num_new += 1
         return job
+
+
+def _target_sha256(name: str) -> str:
+    """A digest that tells a target from another one in its place, without reading all of it.
+
+    The configuration counts whole, a file of weights by its name, size, first and last MiB. What is
+    not in a file or folder of its own, "demo" and hub ids, is known by its name.
+    """
+    place = Path(name).expanduser()
+    if not place.exists():
+        return hashlib.sha256(name.encode()).hexdigest()
+    files = [place]
+    if place.is_dir():
+        texts = [place / each for each in ("config.json", "generation_config.json")]
+        weights = sorted(place.glob("*.safetensors")) or sorted(place.glob("*.bin"))
+        files = [each for each in texts if each.is_file()] + weights
+    digest = hashlib.sha256()
+    for path in files:
+        num_bytes = path.stat().st_size
+        digest.update(f"{path.name}\n{num_bytes}\n".encode())
+        with path.open("rb") as stream:
+            digest.update(stream.read(_EDGE_BYTES))
+            stream.seek(max(0, num_bytes - _EDGE_BYTES))
+            digest.update(stream.read(_EDGE_BYTES))
+    return digest.hexdigest()
 
 
 def drop_half_line(path: Path) -> None:

@@ -78,6 +78,65 @@ def test_broken_array_stops_there_with_its_place_in_the_log(tmp_path, caplog):
     assert f"breaks at character {text.index('nope')}" in caplog.text
 
 
+def test_arrays_one_behind_the_other_are_all_read(tmp_path, monkeypatch):
+    rows = [sharegpt(("human", f"q{i}"), ("gpt", "a")) for i in range(4)]
+    text = json.dumps(rows[:2]) + "\n\ufeff" + json.dumps(rows[2:], indent=1) + "\n[]"
+    path = write(tmp_path / "a.json", text)
+    for chunk in (1, 7, 2**20):
+        monkeypatch.setattr(conversations, "_CHUNK", chunk)
+        tally = Tally()
+        assert list(read_rows(path, tally)) == rows
+        assert not tally.faults
+
+
+def test_what_stands_outside_of_an_array_is_counted(tmp_path):
+    rows = [sharegpt(*GOOD)] * 2
+    tally = Tally()
+    text = json.dumps(rows) + "\n" + json.dumps(sharegpt(*GOOD))
+    assert list(read_rows(write(tmp_path / "a.json", text), tally)) == rows
+    assert tally.faults == {"item outside of an array": 1}
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        '{"n": ' + "7" * 5000 + ', "s": "a\\"]}"}',
+        "[" * 100_000 + '"]"' + "]" * 100_000,
+        '{"a":' * 100_000 + "{}" + "}" * 100_000,
+        "7" * 5000,
+    ],
+)
+@pytest.mark.parametrize("chunk", [4096, 2**20])
+def test_item_too_much_to_decode_is_skipped_and_counted(tmp_path, monkeypatch, item, chunk):
+    monkeypatch.setattr(conversations, "_CHUNK", chunk)
+    good = json.dumps(sharegpt(*GOOD))
+    tally = Tally()
+    path = write(tmp_path / "a.json", f"[{good}, {item}, {good}]")
+    assert list(read_rows(path, tally)) == [sharegpt(*GOOD)] * 2
+    assert sum(tally.faults.values()) == 1
+    cut = write(tmp_path / "cut.json", f"[{good}, {item[:-1]}")
+    tally = Tally()
+    assert list(read_rows(cut, tally)) == [sharegpt(*GOOD)]
+    assert sum(tally.faults.values()) >= 1
+
+
+@pytest.mark.parametrize("is_array", [True, False])
+def test_text_that_is_not_utf8_is_skipped_and_counted(tmp_path, is_array, caplog):
+    rows = [
+        sharegpt(("human", text), ("gpt", "a")) for text in ("plain", "caf\u00e9", "na\u00efve")
+    ]
+    texts = [json.dumps(row, ensure_ascii=False) for row in rows]
+    path = tmp_path / "latin.json"
+    text = "[" + ",".join(texts) + "]" if is_array else "\n".join(texts)
+    path.write_bytes(text.encode("latin-1"))
+    tally = Tally()
+    assert list(read_rows(str(path), tally)) == rows[:1]
+    assert tally.faults == {f"malformed {'item' if is_array else 'line'}": 2}
+    assert "not UTF-8" in caplog.text
+    path.write_bytes(text.encode())
+    assert list(read_rows(str(path), Tally())) == rows
+
+
 def test_malformed_lines_are_skipped_counted_and_named(tmp_path, caplog):
     good = json.dumps({"messages": [{"role": "user", "content": "q"}]})
     path = write(tmp_path / "x.txt", f"{good}\n\n{{oops\n{good}\n[1]\n{good[:-3]}")
@@ -279,6 +338,35 @@ def test_second_turns_references_and_choices_are_excluded(tmp_path):
         {"turns": ["def f(x):\n    " + texts[3]]},
     )
     assert all(exclusion.matches(text) for text in texts)
+
+
+def test_scripts_without_spaces_are_compared_by_characters(tmp_path):
+    chinese = "\u6cb3\u6d41\u4e3a\u4ec0\u4e48\u603b\u662f\u6d41\u5411"
+    chinese += "\u5927\u6d77\u800c\u4e0d\u662f\u9ad8\u5c71"
+    thai = "\u0e17\u0e33\u0e44\u0e21\u0e41\u0e21\u0e48\u0e19\u0e49\u0e33\u0e44\u0e2b\u0e25"
+    exclusion = questions(tmp_path, {"turns": [chinese]}, {"turns": [thai]})
+    assert exclusion.matches("\u8bf7\u95ee" + chinese[2:15] + "\u5417")
+    assert not exclusion.matches(chinese[:12] + "\u5417" + chinese[13:])
+    assert exclusion.matches("x " + thai + " y")
+    assert not exclusion.matches(chinese[:7] + " " + thai[:7])
+
+
+def test_question_file_may_hold_any_separator_and_a_byte_order_mark(tmp_path):
+    path = tmp_path / "questions.jsonl"
+    text = LONG.replace(" ", "\u2028", 1)
+    rows = [{"turns": [text]}, {"choices": ["A", "B", 3, {"turns": [LONG[::-1]]}]}]
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+    path.write_text("\ufeff" + "\n".join(lines) + "\n", encoding="utf-8")
+    exclusion = Exclusion.from_files([path])
+    assert exclusion.matches(LONG)
+    assert exclusion.matches(LONG[::-1])
+
+
+def test_question_file_that_is_no_text_is_refused(tmp_path):
+    path = tmp_path / "questions.jsonl"
+    path.write_bytes(b'{"turns": ["caf\xe9"]}\n')
+    with pytest.raises(ValueError, match="not UTF-8"):
+        Exclusion.from_files([path])
 
 
 def test_drop_looks_at_every_message_and_counts():

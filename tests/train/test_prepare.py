@@ -1,6 +1,7 @@
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 
 import pytest
@@ -9,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from train import prepare as prepare_module
 from train.conversations import Conversation, Message
+from train.features import shards_identity
 from train.prepare import (
     ChatEncoder,
     PrepareConfig,
@@ -315,6 +317,77 @@ def test_rerun_does_nothing_and_other_settings_are_refused(command, tmp_path, ca
     assert command(tok="forgetful") == 2
     assert "other settings (tokenizer)" in refused(capsys)
     assert contents(tmp_path / "out") == before
+
+
+def test_answers_of_equal_size_are_other_shards(tmp_path, tok_folder, capsys):
+    identities = []
+    for name in ("b", "c"):
+        source = tmp_path / name / "chats.json"
+        source.parent.mkdir()
+        source.write_text(json.dumps(rows()).replace('"b"', f'"{name}"'))
+        output = tmp_path / name / "out"
+        prepare(PrepareConfig((str(source),), str(tok_folder / "chatml"), str(output)))
+        identities.append(shards_identity(output))
+    assert identities[0] != identities[1]
+    # The text alone decides, whatever is known of the input.
+    contents = [read_meta(tmp_path / name / "out")["splits"]["train"]["sha256"] for name in "bc"]
+    assert contents[0] != contents[1]
+    source.write_text(source.read_text().replace('"c"', '"d"'))
+    with pytest.raises(ValueError, match=r"other settings \(input\)"):
+        prepare(PrepareConfig((str(source),), str(tok_folder / "chatml"), str(output)))
+
+
+def test_shards_of_an_earlier_version_are_taken_as_they_are(command, tmp_path, capsys):
+    assert command() == 0
+    path = tmp_path / "out" / "meta.json"
+    meta = json.loads(path.read_text())
+    del meta["identity"]["input"][0]["sha256"]
+    for split in meta["splits"].values():
+        del split["sha256"]
+    path.write_text(json.dumps(meta))
+    assert len(TokenShards(tmp_path / "out")) > 0
+    assert len(shards_identity(tmp_path / "out")) == 64
+    assert command() == 0
+    assert "nothing to do" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("damage", ["lost", "cut", "empty"])
+def test_damaged_shards_are_made_again(command, tmp_path, capsys, damage):
+    assert command() == 0
+    before = contents(tmp_path / "out")
+    path = (
+        tmp_path / "out" / "train" / ("index-00000.npy" if damage == "empty" else "mask-00000.bin")
+    )
+    content = path.read_bytes()
+    path.unlink()
+    if damage != "lost":
+        path.write_bytes(content[:-1] if damage == "cut" else b"")
+    assert command() == 0
+    assert "nothing to do" not in capsys.readouterr().out
+    assert contents(tmp_path / "out") == before
+
+
+def test_second_preparation_is_kept_out_of_a_folder(tok_folder, tmp_path):
+    source = tmp_path / "chats.json"
+    source.write_text(json.dumps(rows()))
+    config = PrepareConfig((str(source),), str(tok_folder / "chatml"), str(tmp_path / "out"))
+
+    def again(conversations):
+        with pytest.raises(RuntimeError, match="another preparation is at work"):
+            prepare(config)
+        return conversations
+
+    meta = prepare(config, [again])
+    assert sum(len(TokenShards(config.output, split)) for split in meta["splits"]) == 60
+
+
+def test_damaged_tokenizer_is_one_line(command, tok_folder, capsys):
+    folder = tok_folder / "damaged"
+    shutil.copytree(tok_folder / "chatml", folder)
+    for content in ("{}", "[]", "nothing", ""):
+        (folder / "tokenizer.json").write_text(content)
+        assert command(tok="damaged") == 2
+        assert "cannot load the tokenizer" in refused(capsys)
 
 
 def test_foreign_folder_is_left_alone(command, tmp_path, capsys):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import gguf
 import pytest
+import transformers
 
 from eagle_fsd.checkpoint import load_head
 from tests.eagle_fsd.test_checkpoint import write_gguf
@@ -134,6 +135,15 @@ def test_original_answers_are_mixed_in(target, data, tmp_path):
     assert sum("original" in text for text in found) == 20
 
 
+def test_more_answers_are_mixed_in(target, data, tmp_path):
+    flags = recipe_flags(target, data, tmp_path, "--mix-original", "--limit", "20")
+    assert main([*flags, "--minutes-regenerate", "1e-9"]) == 0
+    assert len(texts(tmp_path / "mixed")) == 21
+    assert main(flags) == 0
+    assert len(texts(tmp_path / "mixed")) == 40
+    assert len(list(tmp_path.glob("run-*/best"))) == 2
+
+
 def test_without_minutes_to_regenerate_the_original_answers_are_learnt(target, data, tmp_path):
     assert main([*recipe_flags(target, data, tmp_path), "--minutes-regenerate", "0"]) == 0
     assert not (tmp_path / "own").exists()
@@ -240,6 +250,71 @@ def test_bad_parts_are_one_line(target, target_file, data, tmp_path, capsys):
         ["pack", "--conversations", data[0], "--target", target, "--output", str(parts)],
         "run --target",
     )
+
+
+@pytest.mark.parametrize("content", ["[]", "{", "null", '{"format": ["eagle_fsd parts", 1]}'])
+def test_damaged_manifest_is_one_line(tmp_path, capsys, content):
+    (tmp_path / MANIFEST_FILE).write_text(content)
+    flags = ["run", "--parts", str(tmp_path), *head_flags(tmp_path / "out")]
+    one_line(capsys, flags, "pack again")
+
+
+def test_failed_pack_leaves_the_parts_and_a_whole_one_replaces_them(
+    target_file, data, tmp_path, capsys
+):
+    parts = tmp_path / "parts"
+    flags = ["pack", "--target", target_file, "--output", str(parts), "--conversations"]
+    one_line(capsys, [*flags, "nothing.json"], "no file")
+    assert not parts.exists()
+    assert main([*flags, data[0]]) == 0
+    before = {path.name: path.read_bytes() for path in parts.iterdir()}
+    one_line(capsys, [*flags, "nothing.json"], "no file")
+    one_line(capsys, [*flags, data[0], "--exclude", "nothing.jsonl"], "nothing.jsonl")
+    assert {path.name: path.read_bytes() for path in parts.iterdir()} == before
+    # Without its manifest, as a failure left it before, and with the parts of a larger one.
+    (parts / MANIFEST_FILE).unlink()
+    (parts / "data.zip.7").write_bytes(b"x")
+    assert main([*flags, data[0]]) == 0
+    assert {path.name for path in parts.iterdir()} == set(before)
+    (parts / "target.gguf").write_text("mine")
+    one_line(capsys, [*flags, data[0]], "'target.gguf', which is no part")
+
+
+def test_work_of_other_parts_is_refused_and_without_a_note_made_again(
+    target, target_file, data, tmp_path, capsys
+):
+    other = tmp_path / "other.json"
+    other.write_text(Path(data[0]).read_text().replace("river", "brook"))
+    work = tmp_path / "work"
+    for name, source in (("a", data[0]), ("b", str(other))):
+        pack(PackConfig((source,), str(tmp_path / name), target_file))
+
+    def flags(name):
+        run = ["run", "--parts", str(tmp_path / name), "--target", target, "--minutes", "5"]
+        return [*run, *head_flags(tmp_path / "out" / name), "--work", str(work)]
+
+    assert main(flags("a")) == 0
+    capsys.readouterr()
+    one_line(capsys, flags("b"), "made from other parts")
+    (work / "parts.sha256").unlink()
+    (work / "data" / "conversations.jsonl").write_text("{}")
+    one_line(capsys, flags("a"), "nobody knows what it is of; give another --work")
+    assert (work / "data" / "conversations.jsonl").read_text() == "{}"  # it may be the user's
+
+
+def test_head_of_another_run_is_not_written_over(target_file, data, tmp_path, capsys):
+    output = tmp_path / "out"
+    (output / "best").mkdir(parents=True)
+    pack(PackConfig((data[0],), str(tmp_path / "parts"), target_file))
+    flags = ["run", "--parts", str(tmp_path / "parts"), *head_flags(output)]
+    one_line(capsys, flags, "not of this command")
+    assert [path.name for path in output.iterdir()] == ["best"]
+
+
+def test_target_of_another_family_is_refused_at_once(data, tmp_path, capsys):
+    transformers.MambaConfig(hidden_size=8, num_hidden_layers=1).save_pretrained(tmp_path / "mamba")
+    flags = recipe_flags(str(tmp_path / "mamba"), data, tmp_path / "out")
+    one_line(capsys, flags, "family 'mamba'")
 
 
 @pytest.mark.parametrize(

@@ -225,6 +225,17 @@ def test_file_of_other_conversations_is_refused(folder, tmp_path):
     assert path.read_bytes() == before
 
 
+@pytest.mark.parametrize("damage", [b"\0" * 40, b"{}", b"[]", b'{"id": "caf\xe9", "messages": []}'])
+def test_damaged_line_of_the_file_is_named(folder, tmp_path, damage):
+    path = tmp_path / "a.jsonl"
+    list(regenerator(folder, path).stage(conversations(), Tally()))
+    content = path.read_bytes().split(b"\n")
+    content[2] = damage
+    path.write_bytes(b"\n".join(content))
+    with pytest.raises(ValueError, match=r"line 3 of .*a\.jsonl' is damaged"):
+        list(regenerator(folder, path).stage(conversations(), Tally()))
+
+
 def test_temperature_is_chosen_by_conversation_and_seed(folder, tmp_path):
     def temperatures(name, given, seed):
         path = tmp_path / name
@@ -385,6 +396,27 @@ def test_other_settings_are_refused_and_answers_kept(command, tmp_path, capsys):
     assert main(command()) == 2
     assert "other settings" in refused(capsys)
     assert (tmp_path / "out" / "regenerated.jsonl").read_bytes() == before
+
+
+def test_another_target_in_its_place_is_refused(command, folder, tmp_path, capsys):
+    targets = [tmp_path / each / "target" for each in ("one", "two", "three")]
+    for seed, path in zip((0, 1, 0), targets, strict=True):
+        torch.manual_seed(seed)
+        tok = tokenizer()
+        transformers.LlamaForCausalLM(tiny_model(vocab_size=len(tok)).config).save_pretrained(path)
+        tok.save_pretrained(path)
+    assert main(command(*FLAGS, target=targets[0])) == 0
+    assert main(command(*FLAGS, target=targets[1])) == 2
+    assert "other settings (regenerate)" in refused(capsys)
+    assert main(command(*FLAGS, target=targets[2])) == 0  # moved
+    assert "nothing to do" in capsys.readouterr().out
+    # What an earlier version did not store is not held against a folder.
+    output = tmp_path / "out"
+    identity = read_meta(output)["identity"]
+    del identity["regenerate"]["target_sha256"]
+    (output / "unfinished.json").write_text(json.dumps(identity))
+    (output / "meta.json").unlink()
+    assert main(command(*FLAGS, target=targets[0])) == 0
 
 
 def test_failure_keeps_the_answers_for_the_next_run(command, tmp_path, capsys, monkeypatch):
