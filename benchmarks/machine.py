@@ -16,9 +16,11 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from benchmarks.cycle import CycleCosts, growth
 from eagle_fsd.command import Parser, add_model_arguments, require_drafter, run
 from eagle_fsd.config import TreeConfig
 from eagle_fsd.files import write_text
@@ -126,13 +128,16 @@ def section(speed: dict[str, Any], costs: Sequence[dict[str, Any]]) -> str:
             f"| {row['memory_bytes'] / 1e6:.0f} |"
         )
     first, last = nearest, costs[-1]
-    growth = (last["live_s"] / first["live_s"]) / (last["plain_s"] / first["plain_s"])
     lines += [
         "",
         f"(cycle at {last['context']} / at {first['context']}) / (plain at {last['context']} / at "
-        f"{first['context']}): {growth:.2f}.",
+        f"{first['context']}): {growth([_costs(first), _costs(last)]):.2f}.",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _costs(row: dict[str, Any]) -> CycleCosts:
+    return CycleCosts(**{field.name: row[field.name] for field in fields(CycleCosts)})
 
 
 def _decoding_rate(arm: dict[str, Any], num_questions: int) -> float:
@@ -148,12 +153,13 @@ def _model_flags(args: argparse.Namespace) -> list[str]:
     names = ("target", "draft_head", "draft_model", "draft_vocab", "dtype", "device", "revision")
     names += ("attn_implementation", "packed_weights", "tree")
     values = {name: getattr(args, name) for name in names}
-    return [
+    flags = [
         word
         for name, value in values.items()
         if value is not None and (name, value) != ("tree", "auto")
         for word in (f"--{name.replace('_', '-')}", str(value))
     ]
+    return [*flags, "--compile"] if args.compile else flags
 
 
 def _is_done(path: Path, key: str, count: int = 1) -> bool:

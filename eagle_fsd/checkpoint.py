@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import pickle
 import shutil
 import struct
 import tempfile
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,7 @@ WEIGHTS, OLD_WEIGHTS, CONFIG = "model.safetensors", "pytorch_model.bin", "config
 DEMO_HEAD = Path(__file__).parent / "heads" / "smollm2-135m"
 # Buffers that old checkpoints carry and that follow from the config.
 _DERIVED = ("rotary_emb.inv_freq",)
+_EDGE_BYTES = 2**20  # of a file of weights, at both ends
 # What torch and safetensors raise for damaged files: a broken pickle fails wherever it is read.
 _DAMAGED = (
     SafetensorError,
@@ -275,6 +278,39 @@ def load_head(
         model = DraftHead(config)
     model.load_state_dict(tensors)
     return model.to(next(iter(tensors.values())).dtype).eval().requires_grad_(False)
+
+
+def model_files(place: Path, texts: Sequence[str]) -> list[Path]:
+    """What a model is loaded from: of two formats of weights transformers prefers the first.
+
+    Args:
+        place: its folder, or its one file.
+        texts: names of its other files that count, where they are.
+    """
+    if place.is_file():
+        return [place]
+    weights = sorted(place.glob("*.safetensors")) or sorted(place.glob("*.bin"))
+    return [place / name for name in texts if (place / name).is_file()] + weights
+
+
+def files_sha256(paths: Iterable[Path], texts: Sequence[str]) -> str:
+    """Tells a model's files from others in their place, without reading all of them.
+
+    Args:
+        paths: see `model_files`.
+        texts: names of those that count whole; others do by their size, first and last MiB.
+    """
+    whole = hashlib.sha256()
+    for path in paths:
+        whole.update(f"{path.name}\n{path.stat().st_size}\n".encode())
+        with path.open("rb") as stream:
+            if path.name in texts:
+                whole.update(stream.read())
+            else:
+                whole.update(stream.read(_EDGE_BYTES))
+                stream.seek(max(0, path.stat().st_size - _EDGE_BYTES))
+                whole.update(stream.read(_EDGE_BYTES))
+    return whole.hexdigest()
 
 
 def save_head(head: DraftHead, folder: str | Path, extras: dict[str, Any] | None = None) -> None:

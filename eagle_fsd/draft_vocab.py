@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from eagle_fsd.packed import PackedWeight, may_pack
+from eagle_fsd.packed import PackedWeight, may_pack, tensor_state
 from eagle_fsd.target import TargetModel
 
 VOCAB_FILE = "draft_vocab.json"
@@ -168,13 +168,4 @@ def _version(target: TargetModel) -> tuple[object, ...]:
     """Differs when the target's lm_head does, as far as can be told without reading it."""
     lm_head = target.model.get_output_embeddings()
     held = [each for each in (*lm_head.parameters(), *lm_head.buffers()) if not each.is_meta]
-    return (target.dtype, target.output_device, *map(_state, held))
-
-
-def _state(tensor: Tensor) -> tuple[object, ...]:
-    number = 0 if tensor.is_inference() else tensor._version
-    try:
-        place = tensor.data_ptr()
-    except RuntimeError:  # a quantised or sharded kind of tensor without memory of its own
-        place = id(tensor)
-    return (place, number, tensor.dtype, tensor.device)
+    return (target.dtype, target.output_device, *map(tensor_state, held))

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
@@ -40,6 +42,28 @@ def write_json(path: Path, value: object) -> None:
         ValueError: for NaN and infinity, which JSON does not have.
     """
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+@contextmanager
+def locked(lock_file: Path, busy: str) -> Iterator[None]:
+    """Keeps a second process away for as long as it lasts.
+
+    Args:
+        lock_file: in a folder that is there; it stays.
+        busy: what is said when another process holds it, and the way out.
+
+    Raises:
+        RuntimeError: at once, when another process holds it.
+    """
+    lock = FileLock(lock_file)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise RuntimeError(busy) from error
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def temporary_path(path: Path) -> Path:

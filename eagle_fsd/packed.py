@@ -8,7 +8,7 @@ layers a second time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -39,7 +39,7 @@ class PackedWeight:
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
         # Scattered, so that neither a row nor a column holds all of them.
         self._places = torch.arange(1, _NUM_PROBES + 1) * _SCATTER % weight.numel()
-        self._state = _state(weight)
+        self._state = tensor_state(weight)
         self._values = self._probe()
 
     def __call__(self, rows: Tensor) -> Tensor:
@@ -56,7 +56,8 @@ class PackedWeight:
 
         What is written through `weight.data` is noticed where it changes one of a few values.
         """
-        is_same = weight is self._weight and bias is self._bias and _state(weight) == self._state
+        is_same = weight is self._weight and bias is self._bias
+        is_same = is_same and tensor_state(weight) == self._state
         return is_same and torch.equal(self._probe(), self._values)
 
     def _probe(self) -> Tensor:
@@ -130,9 +131,9 @@ def may_pack(weight: Tensor) -> bool:
     return is_there and not weight.is_inference() and bool(torch._C._has_mkldnn)
 
 
-def copied_bytes(model: nn.Module) -> int:
-    """Memory that the arranged weights of a model take."""
-    return sum(linear.weight.nbytes for linear in packable_layers(model))
+def copied_bytes(layers: Sequence[nn.Linear]) -> int:
+    """Memory that the arranged weights of layers take."""
+    return sum(linear.weight.nbytes for linear in layers)
 
 
 def packed_product(rows: Tensor, weight: Tensor) -> Callable[[], Tensor] | None:
@@ -153,9 +154,14 @@ def packed_product(rows: Tensor, weight: Tensor) -> Callable[[], Tensor] | None:
     return partial(packed, rows) if is_right else None
 
 
-def _state(weight: Tensor) -> tuple[object, ...]:
-    """Differs when a tensor was written to, moved or converted."""
-    return weight.data_ptr(), weight._version, weight.dtype
+def tensor_state(tensor: Tensor) -> tuple[object, ...]:
+    """Differs when a tensor was written to, moved or converted; not after writes to its `data`."""
+    number = 0 if tensor.is_inference() else tensor._version
+    try:
+        place = tensor.data_ptr()
+    except RuntimeError:  # a quantised or sharded kind of tensor without memory of its own
+        place = id(tensor)
+    return (place, number, tensor.dtype, tensor.device)
 
 
 def _is_plain(linear: nn.Linear) -> bool:

@@ -58,6 +58,7 @@ ADAPTERS = ("ADALORA", "IA3", "LOHA", "LOKR", "LORA", "OFT", "VERA")
 # RoPE kinds whose angles of *all* positions change once the original length is passed: cached keys
 # would be wrong.
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+_DYNAMICALLY_QUANTIZED = "torch.ao.nn.quantized.dynamic"
 
 
 # Settings of a generation config that change even greedy ids, with the values that do not.
@@ -509,6 +510,7 @@ def _refuse_unsupported(model: PreTrainedModel) -> None:
     _refuse_training_mode(model)
     _refuse_attention(model, name)
     _refuse_adapters(model)
+    _refuse_dynamic_quantization(model, name)
     _refuse_placement(model, name)
 
 
@@ -575,13 +577,6 @@ def _refuse_placement(model: PreTrainedModel, name: str) -> None:
             f"{name} is distributed with {ways}; only tensor parallelism runs every request in "
             "every process, load it with tp_plan='auto'"
         )
-    dynamic = {type(each) for each in model.modules() if _is_dynamically_quantized(each)}
-    if dynamic:
-        raise UnsupportedModelError(
-            f"{name} has layers of {sorted(each.__name__ for each in dynamic)} with PyTorch's "
-            "dynamic quantisation, whose scale depends on all tokens of a pass; quantise weights "
-            "only, for example with torchao"
-        )
     is_empty = any(parameter.device.type == "meta" for parameter in model.parameters())
     if is_empty and not any(hasattr(module, "_hf_hook") for module in model.modules()):
         raise UnsupportedModelError(
@@ -590,8 +585,15 @@ def _refuse_placement(model: PreTrainedModel, name: str) -> None:
         )
 
 
-def _is_dynamically_quantized(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("torch.ao.nn.quantized.dynamic")
+def _refuse_dynamic_quantization(model: PreTrainedModel, name: str) -> None:
+    kinds = {type(module) for module in model.modules()}
+    dynamic = [each for each in kinds if each.__module__.startswith(_DYNAMICALLY_QUANTIZED)]
+    if dynamic:
+        raise UnsupportedModelError(
+            f"{name} has layers of {sorted(each.__name__ for each in dynamic)} with PyTorch's "
+            "dynamic quantisation, whose scale depends on all tokens of a pass; quantise weights "
+            "only, for example with torchao"
+        )
 
 
 def _refuse_training_mode(model: PreTrainedModel) -> None:

@@ -121,7 +121,7 @@ def gains_by_packing(model: nn.Module) -> bool:
         model: a loaded one.
     """
     layers = packable_layers(model)
-    if not layers or 2 * copied_bytes(model) > available_bytes():
+    if not layers or 2 * copied_bytes(layers) > available_bytes():
         return False
     dtype = layers[0].weight.dtype
     name = str(dtype).removeprefix("torch.")

@@ -23,9 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
-from eagle_fsd.files import temporary_path, whole_file
+from eagle_fsd.files import locked, temporary_path, whole_file
 from evaluation.questions import Question
 
 AUTO = "auto"
@@ -155,18 +153,9 @@ class RunFolder:
         """
         with _explain_full_disk(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(self.folder / _LOCK)
-        try:
-            lock.acquire(timeout=0)
-        except Timeout as error:
-            raise RuntimeError(
-                f"another run is at work in {str(self.folder)!r}; wait for it or name another "
-                "folder"
-            ) from error
-        try:
+        busy = f"another run is at work in {str(self.folder)!r}; wait for it or name another folder"
+        with locked(self.folder / _LOCK, busy):
             yield
-        finally:
-            lock.release()
 
     def resume(self, settings: Mapping[str, Any]) -> dict[str, Any] | None:
         """The run.json of a run with these settings; None in a new folder.

@@ -24,11 +24,11 @@ def environment(target: Target | None = None) -> dict[str, Any]:
 
     Args:
         target: adds its device, the device's name and, of a transformers model, dtype,
-            attention and whether weights are packed; without it they are None.
+            attention and whether weights are packed or passes compiled; without it they are None.
 
     Returns:
         "machine" {"system", "cpu", "num_cores", "num_threads" (torch's), "accelerator"}, "device",
-        "dtype", "attention", "packed_weights", "versions" {"python", "torch",
+        "dtype", "attention", "packed_weights", "compiled", "versions" {"python", "torch",
         "transformers", "eagle_fsd"} and "git_commit" (see `git_commit`).
     """
     device = None if target is None else target.output_device

@@ -9,9 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
-from eagle_fsd.files import write_json
+from eagle_fsd.files import locked, write_json
 from evaluation.answers import safe_model_id
 from evaluation.judge_prompts import Match
 from evaluation.lines import LineFile
@@ -62,17 +60,9 @@ class JudgmentFile:
             RuntimeError: when another run is at work there.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(self.path.with_suffix(".lock"))
-        try:
-            lock.acquire(timeout=0)
-        except Timeout as error:
-            raise RuntimeError(
-                f"another run writes to {self.path}; wait for it or name another --output"
-            ) from error
-        try:
+        busy = f"another run writes to {self.path}; wait for it or name another --output"
+        with locked(self.path.with_suffix(".lock"), busy):
             yield
-        finally:
-            lock.release()
 
     def begin(self, settings: Mapping[str, Any], session: Mapping[str, Any]) -> None:
         """Notes how the judge is asked.

@@ -11,7 +11,7 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 
-from eagle_fsd.checkpoint import locate_head
+from eagle_fsd.checkpoint import files_sha256, locate_head, model_files
 from eagle_fsd.config import TreeConfig
 from eagle_fsd.default_target import DEMO, FOLDER_NAME, cache_dir
 from evaluation.answers import AUTO
@@ -24,7 +24,6 @@ _TEXTS = (
     "tokenizer_config.json",
     "chat_template.jinja",
 )
-_EDGE_BYTES = 2**20  # of a file of weights, at both ends
 
 
 def model_settings(args: argparse.Namespace) -> dict[str, Any]:
@@ -94,17 +93,7 @@ def model_digest(model: str | None, revision: str | None = None) -> str | None:
     place = None if model is None else _local_place(model, revision)
     if place is None:
         return None
-    whole = hashlib.sha256()
-    for path in _model_files(place):
-        whole.update(f"{path.name}\n{path.stat().st_size}\n".encode())
-        with path.open("rb") as stream:
-            if path.name in _TEXTS:
-                whole.update(stream.read())
-            else:
-                whole.update(stream.read(_EDGE_BYTES))
-                stream.seek(max(0, path.stat().st_size - _EDGE_BYTES))
-                whole.update(stream.read(_EDGE_BYTES))
-    return whole.hexdigest()[:16]
+    return files_sha256(model_files(place, _TEXTS), _TEXTS)[:16]
 
 
 def _local_place(model: str, revision: str | None) -> Path | None:
@@ -117,11 +106,3 @@ def _local_place(model: str, revision: str | None) -> Path | None:
     except HFValidationError:  # a path that is not there, which is told when it is loaded
         return None
     return Path(config).parent if isinstance(config, str) else None
-
-
-def _model_files(place: Path) -> list[Path]:
-    """What is loaded, by name: of two formats of weights transformers prefers the first."""
-    if place.is_file():
-        return [place]
-    weights = sorted(place.glob("*.safetensors")) or sorted(place.glob("*.bin"))
-    return [place / name for name in _TEXTS if (place / name).is_file()] + weights

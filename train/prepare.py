@@ -28,13 +28,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import numpy as np
-from filelock import FileLock, Timeout
 from jinja2 import TemplateError
 from tqdm import tqdm
 
 from eagle_fsd.command import run
 from eagle_fsd.default_target import DEMO, ensure_default_target, load_gguf_tokenizer
-from eagle_fsd.files import write_json
+from eagle_fsd.files import locked, write_json
 from train.conversations import (
     Conversation,
     Exclusion,
@@ -405,7 +404,11 @@ def prepare(config: PrepareConfig, stages: Sequence[Stage] = ()) -> dict[str, An
     identity["tokenizer"] = tokenizer_identity(tokenizer)
     if (finished := _finished(config, identity)) is not None:
         return finished
-    with _locked(output):
+    output.mkdir(parents=True, exist_ok=True)
+    busy = (
+        f"another preparation is at work in {str(output)!r}; wait for it or choose another folder"
+    )
+    with locked(output / LOCK_FILE, busy):
         # Another preparation may have finished in between.
         if (finished := _finished(config, identity)) is not None:
             return finished
@@ -431,24 +434,6 @@ def _is_whole(output: Path) -> bool:
         LOGGER.warning("%s is damaged and is made again: %s", output, error)
         return False
     return True
-
-
-@contextmanager
-def _locked(output: Path) -> Iterator[None]:
-    """Keeps a second preparation out of the folder, which is made when it is absent."""
-    output.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(output / LOCK_FILE)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout as error:
-        raise RuntimeError(
-            f"another preparation is at work in {str(output)!r}; wait for it or choose another "
-            "folder"
-        ) from error
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _make(

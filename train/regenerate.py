@@ -29,7 +29,7 @@ from tqdm import tqdm
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from eagle_fsd.chat import merge_stop_ids
-from eagle_fsd.checkpoint import load_target
+from eagle_fsd.checkpoint import files_sha256, load_target, model_files
 from eagle_fsd.device import resolve_device, supports_float64
 from eagle_fsd.errors import NonFiniteLogitsError
 from eagle_fsd.sampling import finite_rows
@@ -40,7 +40,7 @@ from train.conversations import Conversation, Message, Tally, UnusableConversati
 REGENERATED_FILE = "regenerated.jsonl"
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
-_EDGE_BYTES = 2**20  # of a file of weights, at both ends
+_TEXTS = ("config.json", "generation_config.json")  # of a target, beside its weights
 # Conversations that are sorted by length together, so that the rows of a batch are about equally
 # long. A constant: the order of the file must not depend on the batch size.
 _WINDOW = 1024
@@ -717,26 +717,12 @@ class _Queue:
 def _target_sha256(name: str) -> str:
     """A digest that tells a target from another one in its place, without reading all of it.
 
-    The configuration counts whole, a file of weights by its name, size, first and last MiB. What is
-    not in a file or folder of its own, "demo" and hub ids, is known by its name.
+    What is not in a file or folder of its own, "demo" and hub ids, is known by its name.
     """
     place = Path(name).expanduser()
     if not place.exists():
         return hashlib.sha256(name.encode()).hexdigest()
-    files = [place]
-    if place.is_dir():
-        texts = [place / each for each in ("config.json", "generation_config.json")]
-        weights = sorted(place.glob("*.safetensors")) or sorted(place.glob("*.bin"))
-        files = [each for each in texts if each.is_file()] + weights
-    digest = hashlib.sha256()
-    for path in files:
-        num_bytes = path.stat().st_size
-        digest.update(f"{path.name}\n{num_bytes}\n".encode())
-        with path.open("rb") as stream:
-            digest.update(stream.read(_EDGE_BYTES))
-            stream.seek(max(0, num_bytes - _EDGE_BYTES))
-            digest.update(stream.read(_EDGE_BYTES))
-    return digest.hexdigest()
+    return files_sha256(model_files(place, _TEXTS), _TEXTS)
 
 
 def drop_half_line(path: Path) -> None:

@@ -481,7 +481,9 @@ def test_bad_input_is_one_line_and_status_2_and_writes_nothing(
 
 def test_the_picture_shows_the_largest_level(tmp_path: Path) -> None:
     records = [record(1, 1.5, 2.0), record(2, 1.7, 1.0)]
-    draw(summarise(records, {"temperature": 1.0}), [LARGEST_LEVEL], tmp_path / "picture.png")
+    picture = tmp_path / "picture.png"
+    draw(summarise(records, {"temperature": 1.0}), [LARGEST_LEVEL], picture)
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_question_file_is_one_task_however_it_is_written(
