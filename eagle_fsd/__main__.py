@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from eagle_fsd.acceptance import add_rule_arguments, rule_from_args
-from eagle_fsd.calibrate import calibrate, grid, make_folder, read_prompts, save
+from eagle_fsd.calibrate import calibrate, grids, make_folder, read_prompts, save
 from eagle_fsd.checkpoint import (
     check_fit,
     describe_head,
@@ -98,7 +98,7 @@ def _add_calibrate(commands: Any) -> None:
     group.add_argument("--prompts", required=True, help="FastChat questions, JSON lines or text")
     group.add_argument("--limit", type=int, help="prompts read at most")
     group.add_argument("--rule", default="fuzzy", help="one or several, by commas (default fuzzy)")
-    group.add_argument("--divergence", default="", help="one or several, separated by commas")
+    group.add_argument("--divergence", default="", help="of rules that have one; several by commas")
     group.add_argument(
         "--knobs", default="", help="numbers separated by commas, instead of the grid"
     )
@@ -210,7 +210,7 @@ def _calibrate(args: argparse.Namespace) -> None:
         raise ValueError(f"--limit must be >= 1, got {args.limit}")
     knobs = [_number("--knobs", knob) for knob in _split(args.knobs)]
     divergences = _split(args.divergence)
-    rules = [rule for name in _split(args.rule) for rule in grid(name, divergences, knobs)]
+    rules = grids(_split(args.rule), divergences, knobs)
     require_drafter(args)
     bound = args.max_regret_per_token if sampling.is_greedy else args.max_kl_per_token
     if bound is not None and not bound >= 0.0:

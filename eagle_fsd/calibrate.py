@@ -148,6 +148,18 @@ def grid(
     ]
 
 
+def grids(
+    rules: Sequence[str], divergences: Sequence[str] = (), knobs: Sequence[float] = ()
+) -> list[AcceptanceRule]:
+    """The grids of several rules; divergences go to those that compare laws, one at least."""
+    takes = [rule in RULES and has_divergence(rule) for rule in rules]
+    return [
+        point
+        for rule, with_divergence in zip(rules, takes, strict=True)
+        for point in grid(rule, divergences if with_divergence or not any(takes) else (), knobs)
+    ]
+
+
 def has_divergence(rule: str) -> bool:
     """Whether a rule, by its name, compares laws by a divergence of choice."""
     return any(field.name == "divergence" for field in dataclasses.fields(RULES[rule]))

@@ -13,6 +13,9 @@ from train.features import FeatureRequest, FeatureSource
 from train.losses import Batch, add_feature_noise, training_rows
 from train.shards import TokenShards
 
+# An epoch is packed to know its steps, which takes a while where --epochs only means "for long".
+COUNTED_EPOCHS = 16
+
 Ints = npt.NDArray[np.int64]
 
 
@@ -77,12 +80,12 @@ class Plan:
         self._current: tuple[int, list[Ints]] = (-1, [])
 
     def num_steps(self, num_epochs: float) -> int:
-        """Steps of so many epochs, at least one."""
-        whole = int(num_epochs)
-        steps = sum(len(self._epoch(epoch)) for epoch in range(whole))
-        if num_epochs > whole:
-            steps += round((num_epochs - whole) * len(self._epoch(whole)))
-        return max(1, steps)
+        """Steps of so many epochs, at least one; beyond COUNTED_EPOCHS as many as those had."""
+        counted = min(int(num_epochs), COUNTED_EPOCHS)
+        steps = sum(len(self._epoch(epoch)) for epoch in range(counted))
+        if counted == COUNTED_EPOCHS:
+            return max(1, round(steps * num_epochs / counted))
+        return max(1, steps + round((num_epochs - counted) * len(self._epoch(counted))))
 
     def batch(self, step: int) -> Ints:
         """The pieces of batch `step` >= 0, longest first."""

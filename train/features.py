@@ -32,7 +32,7 @@ from eagle_fsd.command import run
 from eagle_fsd.device import resolve_device
 from eagle_fsd.files import write_json
 from eagle_fsd.target import TargetModel
-from train.prepare import tokenizer_identity
+from train.prepare import read_object, tokenizer_identity
 from train.shards import (
     META_FILE,
     SPLITS,
@@ -46,6 +46,7 @@ LOGGER = logging.getLogger(__name__)
 FORMAT_NAME = "eagle_fsd features"
 FORMAT_VERSION = 1
 UNFINISHED_FILE = "unfinished.json"
+_CLAIM_IN_WRITING = UNFINISHED_FILE + ".tmp"  # a run was killed before it had one
 PART_TOKENS = 2**18
 # Tokens of one padded pass of the target: on a CPU as many as its caches like (13% faster than
 # 2**14), on an accelerator enough to fill it. And how much of the longest a row must fill.
@@ -320,8 +321,7 @@ def compute_features(config: FeaturesConfig) -> dict[str, Any]:
         config.target, config.dtype, resolve_device(config.device)
     )
     check_shards(config.shards, target, tokenizer)
-    output.mkdir(parents=True, exist_ok=True)
-    write_json(output / UNFINISHED_FILE, identity)
+    _claim(output, identity | {"target_sha256": target_identity(target)})
     splits = {split: _write_split(config, split, target) for split in SPLITS}
     meta = {
         "format": FORMAT_NAME,
@@ -344,8 +344,8 @@ def _check_output(output: Path, identity: dict[str, Any]) -> dict[str, Any] | No
     if meta is not None:
         found = meta["identity"]
     elif unfinished.is_file():
-        found = json.loads(unfinished.read_text(encoding="utf-8"))
-    elif output.exists() and any(output.iterdir()):
+        found = read_object(unfinished)
+    elif output.exists() and any(path.name != _CLAIM_IN_WRITING for path in output.iterdir()):
         raise ValueError(f"output folder {str(output)!r} is not empty and holds no features")
     else:
         return None
@@ -355,6 +355,19 @@ def _check_output(output: Path, identity: dict[str, Any]) -> dict[str, Any] | No
             f"({', '.join(differing)}); choose or clear a folder"
         )
     return meta
+
+
+def _claim(output: Path, identity: dict[str, Any]) -> None:
+    """Begins a folder, or goes on with it if the target still has the weights it began with."""
+    unfinished = output / UNFINISHED_FILE
+    begun = read_object(unfinished) if unfinished.is_file() else {}
+    if begun.get("target_sha256", identity["target_sha256"]) != identity["target_sha256"]:
+        raise ValueError(
+            f"output folder {str(output)!r} was begun with other weights of the target "
+            f"{identity['target']!r}; choose or clear a folder"
+        )
+    output.mkdir(parents=True, exist_ok=True)
+    write_json(unfinished, identity)
 
 
 def _write_split(config: FeaturesConfig, split: str, target: TargetModel) -> dict[str, int]:

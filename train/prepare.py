@@ -452,7 +452,7 @@ def _make(
         (output / META_FILE).unlink()
     tally = Tally()
     with _unfinished(output, identity):
-        dtype = token_dtype(len(tokenizer))
+        dtype = token_dtype(num_ids(tokenizer))
         writers = {name: ShardWriter(output / name, dtype, config.shard_tokens) for name in SPLITS}
         exclude = partial(exclusion.drop, tally=tally)
         all_stages: list[Stage] = [exclude, *stages]
@@ -558,6 +558,11 @@ def _may_go_on(config: PrepareConfig, finished: dict[str, Any]) -> bool:
     return limit is not None and limit != config.regenerate.limit_minutes
 
 
+def num_ids(tokenizer: "PreTrainedTokenizerBase") -> int:
+    """The largest token id + 1: more than there are tokens where the ids have gaps."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
 def tokenizer_identity(tokenizer: "PreTrainedTokenizerBase") -> dict[str, Any]:
     """The vocabulary size and the digests of the chat template and of the tokenizer as a whole."""
     backend = copy.deepcopy(getattr(tokenizer, "backend_tokenizer", None))
@@ -568,7 +573,7 @@ def tokenizer_identity(tokenizer: "PreTrainedTokenizerBase") -> dict[str, Any]:
         backend.no_padding()
         content = backend.to_str()
     return {
-        "vocab_size": len(tokenizer),
+        "vocab_size": num_ids(tokenizer),
         "chat_template_sha256": (
             _sha256(tokenizer.get_chat_template()) if tokenizer.chat_template else None
         ),

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from eagle_fsd.__main__ import main
 from eagle_fsd.acceptance import RULES, build_rule
-from eagle_fsd.calibrate import Calibration, Row, calibrate, grid, read_prompts, save
+from eagle_fsd.calibrate import Calibration, Row, calibrate, grid, grids, read_prompts, save
 from eagle_fsd.checkpoint import save_head
 from eagle_fsd.config import TreeConfig
 from eagle_fsd.decoder import SpeculativeDecoder
@@ -176,6 +176,14 @@ def test_a_grid_varies_divergences_and_knobs() -> None:
     specs = [rule.spec for rule in grid("fuzzy", ["js", "tv@5"], [0.1, 0.2])]
     assert specs == ["fuzzy:0.1:js", "fuzzy:0.2:js", "fuzzy:0.1:tv@5", "fuzzy:0.2:tv@5"]
     assert grid("regret:0.5:2") == [build_rule("regret:0.5:2")]
+
+
+def test_divergences_go_to_those_rules_that_compare_laws() -> None:
+    specs = [rule.spec for rule in grids(["coverage", "fuzzy"], ["tv"], [0.5])]
+    assert specs == ["coverage:0.5", "fuzzy:0.5:tv"]
+    assert grids(["regret:1", "fuzzy"], ["tv"])[0].spec == "regret:1"
+    with pytest.raises(ValueError, match="'coverage' compares no laws and takes no divergence"):
+        grids(["coverage", "lenience"], ["tv"])
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -119,6 +120,31 @@ def test_an_interrupted_run_goes_on_behind_its_last_whole_file(folders, tmp_path
         if path.is_file():
             found = tmp_path / "out" / path.relative_to(tmp_path / "whole")
             assert found.read_bytes() == path.read_bytes()
+    assert not list((tmp_path / "out").rglob("*.tmp"))
+
+
+def test_a_run_does_not_go_on_with_other_weights(folders, tmp_path, monkeypatch):
+    target = save_target(tmp_path / "target")
+    mine = replace(config(folders, tmp_path / "out"), target=target)
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(features_module, "_write_part", killed)
+        with pytest.raises(KeyboardInterrupt):
+            compute_features(mine)
+    tiny_model(seed=1).save_pretrained(target)
+    with pytest.raises(ValueError, match="begun with other weights of the target"):
+        compute_features(mine)
+    tiny_model().save_pretrained(target)
+    compute_features(mine)
+
+
+def test_a_run_killed_before_it_had_a_claim_begins_anew(folders, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "unfinished.json.tmp").write_text("{")
+    compute_features(config(folders, tmp_path / "out"))
     assert not list((tmp_path / "out").rglob("*.tmp"))
 
 

@@ -28,7 +28,7 @@ from tests.train.tiny import (
     tiny_tokenizer,
 )
 from train import fit as fit_module
-from train.batches import Pieces, Plan
+from train.batches import COUNTED_EPOCHS, Pieces, Plan, pack
 from train.features import FeaturesConfig, compute_features
 from train.fit import main
 from train.fit_config import FitConfig
@@ -167,6 +167,20 @@ def test_every_supervised_row_is_in_one_piece_and_every_piece_in_one_batch(shard
     assert all(len(b) == 1 or pieces.num_rows[b].sum() <= 60 for b in drawn)
     first = plan.num_steps(1)
     assert not np.array_equal(np.concatenate(drawn[:first]), np.concatenate(drawn[first:]))
+
+
+def test_any_number_of_epochs_has_its_steps_at_once(shards):
+    pieces = Pieces.of(TokenShards(shards), 40)
+    plan = Plan(pieces, batch_tokens=60, seed=3)
+    counted = plan.num_steps(COUNTED_EPOCHS)
+    assert plan.num_steps(1e9) == round(1e9 * counted / COUNTED_EPOCHS)
+    assert plan.num_steps(0.5) == round(0.5 * plan.num_steps(1))
+    whole = sum(len(pack(order, pieces.num_rows, 60)) for order in _orders(pieces, 3, 3))
+    assert plan.num_steps(3) == whole
+
+
+def _orders(pieces, seed, count):
+    return [np.random.default_rng([seed, epoch]).permutation(len(pieces)) for epoch in range(count)]
 
 
 # Resuming

@@ -8,6 +8,7 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from tests.train.tiny import save_shards
 from train import prepare as prepare_module
 from train.conversations import Conversation, Message
 from train.features import shards_identity
@@ -19,8 +20,10 @@ from train.prepare import (
     main,
     prepare,
     split_of,
+    tokenizer_identity,
 )
 from train.shards import TokenShards, read_meta
+from train.vocab import build_vocab, count_tokens
 
 WORDS = ["system", "user", "assistant", "\n", *"abcdefgh", *(f"w{i}" for i in range(40))]
 CHATML = (
@@ -126,6 +129,18 @@ def test_answer_ends_with_the_end_of_turn_token_though_eos_is_another():
     assert answers(tok, tokenized) == ["c d <|im_end|>", "f g h <|im_end|>"]
     assert tok.decode(tokenized.ids[-1:]) == "<|im_end|>"
     assert len(tokenized.ids) == len(tokenized.mask)
+
+
+def test_ids_with_gaps_are_counted_up_to_the_largest(tmp_path):
+    vocab = {"<unk>": 0, "a": 3, "b": 300}
+    tok = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(vocab, "<unk>")), unk_token="<unk>"
+    )
+    identity = tokenizer_identity(tok)
+    assert (len(tok), identity["vocab_size"]) == (3, 301)
+    folder = save_shards(tmp_path, [([3, 300, 300], [False, True, True])], tokenizer=tok)
+    assert count_tokens(TokenShards(folder)).nonzero().tolist() == [[300]]
+    assert build_vocab(TokenShards(folder), 1)["token_ids"] == [300]
 
 
 @pytest.mark.parametrize("make", [tokenizer, byte_tokenizer])
