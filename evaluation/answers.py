@@ -16,7 +16,6 @@ import errno
 import hashlib
 import json
 import math
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_fsd.files import locked, temporary_path, whole_file
+from evaluation.lines import LineFile
 from evaluation.questions import Question
 
 AUTO = "auto"
@@ -210,12 +210,7 @@ class RunFolder:
         path = self.answer_file.with_name(f"{self.answer_file.name}.part-{rank}")
         with _explain_full_disk(self.folder):
             path.parent.mkdir(exist_ok=True)
-            # Unbuffered: nothing is left over for close to write, and to fail at, once more.
-            with path.open("ab", buffering=0) as stream:
-                rest = memoryview(_line(answer))
-                while rest:
-                    rest = rest[stream.write(rest) :]
-                os.fsync(stream.fileno())
+        LineFile(path).append(_record(answer))
 
     def answers(self, fields: Sequence[str] = ()) -> list[dict[str, Any]]:
         """All answers, the merged ones first, each question once.
@@ -285,9 +280,13 @@ def _explain_full_disk(folder: Path) -> Iterator[None]:
         ) from error
 
 
+def _record(record: Mapping[str, Any]) -> bytes:
+    """JSON in ASCII: a reader may open it in any encoding, and no cut splits a letter."""
+    return json.dumps(dict(record)).encode("ascii")
+
+
 def _line(record: Mapping[str, Any]) -> bytes:
-    """One JSON line, in ASCII: a reader may open it in any encoding, and no cut splits a letter."""
-    return json.dumps(dict(record)).encode("ascii") + b"\n"
+    return _record(record) + b"\n"
 
 
 def _question_line(question: Question) -> bytes:

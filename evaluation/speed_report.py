@@ -118,9 +118,10 @@ def arm_figures(
         "ratio" {"median", "low", "high"} of (baseline seconds per token) / (the arm's), by
         question; "tokens_per_second" (all tokens / all seconds); "acceptance_length" over all
         cycles ((tokens - questions) / cycles) and "acceptance_length_macro", the mean of the
-        questions' own; "acceptance_by_depth"; "phases_s"; "same_ids_as_plain", a share of the
-        questions; "num_tokens", "seconds"; "attention" of the target. None stands for what an arm
-        does not have.
+        questions' own; "acceptance_by_depth"; "cost_per_token" of a relaxed rule, nats of KL when
+        sampling and of regret at temperature 0, "inf" where it is infinite; "phases_s";
+        "same_ids_as_plain", a share of the questions; "num_tokens", "seconds"; "attention" of the
+        target. None stands for what an arm does not have.
     """
     answers = [each.answers[arm.name] for each in measured]
     ratios = [
@@ -134,6 +135,7 @@ def arm_figures(
         "ratio": asdict(bootstrap_median(ratios, seed)),
         "tokens_per_second": num_tokens / seconds,
         **(_acceptance(answers) if arm.is_drafting else _NO_ACCEPTANCE),
+        "cost_per_token": _cost_per_token(answers),
         "phases_s": _phases(answers) if has_phases else None,
         "same_ids_as_plain": None if None in same_ids else sum(map(bool, same_ids)) / len(same_ids),
         "num_tokens": num_tokens,
@@ -169,6 +171,15 @@ def _acceptance(answers: Sequence[Answer]) -> dict[str, Any]:
     }
 
 
+def _cost_per_token(answers: Sequence[Answer]) -> float | str | None:
+    stats = [answer.stats for answer in answers if answer.stats is not None]
+    spent = [each.regret_spent if each.kl_spent is None else each.kl_spent for each in stats]
+    if not spent or None in spent:
+        return None
+    cost: float | str = _json(sum(filter(None, spent)) / sum(each.num_tokens for each in stats))
+    return cost
+
+
 def _phases(answers: Sequence[Answer]) -> dict[str, float] | None:
     """Seconds by phase; "rest" is what no phase of the decoder accounts for."""
     stats = [answer.stats for answer in answers if answer.stats is not None]
@@ -185,7 +196,7 @@ def table(report: dict[str, Any]) -> str:
     width = max(len("arm"), *map(len, arms))
     lines = [
         f"{'arm':<{width}}{'ratio':>8}{'95% interval':>16}{'tokens/s':>10}{'length':>8}"
-        f"{'same ids':>10}"
+        f"{'nats/token':>12}{'same ids':>10}"
     ]
     for name, figures in arms.items():
         ratio = figures["ratio"]
@@ -193,6 +204,7 @@ def table(report: dict[str, Any]) -> str:
         lines.append(
             f"{name:<{width}}{ratio['median']:>8.2f}{interval:>16}"
             f"{figures['tokens_per_second']:>10.1f}{_shown(figures['acceptance_length'], '.2f'):>8}"
+            f"{_shown(figures['cost_per_token'], '.3f'):>12}"
             f"{_shown(figures['same_ids_as_plain'], '.0%'):>10}"
         )
     timed = {name: each["phases_s"] for name, each in arms.items() if each["phases_s"]}
@@ -223,5 +235,7 @@ def _summary(report: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def _shown(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+def _shown(value: float | str | None, form: str) -> str:
+    if value is None:
+        return "-"
+    return value if isinstance(value, str) else format(value, form)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from tokenizers import pre_tokenizers
 
-from eagle_fsd.acceptance import Exact
+from eagle_fsd.acceptance import Exact, build_rule
 from eagle_fsd.checkpoint import save_head
 from eagle_fsd.config import SamplingConfig, TreeConfig
 from eagle_fsd.decoder import SpeculativeDecoder
@@ -39,6 +39,7 @@ ARM_KEYS = {
     "acceptance_length",
     "acceptance_length_macro",
     "acceptance_by_depth",
+    "cost_per_token",
     "phases_s",
     "same_ids_as_plain",
     "num_tokens",
@@ -143,6 +144,28 @@ def test_ratios_are_by_question_and_lengths_by_cycle_and_by_question() -> None:
     assert figures["acceptance_length_macro"] == pytest.approx((1.0 + 3.0 + 3.0) / 3)
     assert figures["acceptance_by_depth"] == [2 / 7, 2 / 2]
     assert figures["same_ids_as_plain"] is None
+
+
+@pytest.mark.parametrize(
+    ("ledgers", "cost"),
+    [
+        ([{"kl_spent": 0.5}, {"kl_spent": 1.0}], 1.5 / 8),
+        ([{"regret_spent": 0.25}, {"regret_spent": 0.0}], 0.25 / 8),
+        ([{"kl_spent": math.inf}, {"kl_spent": 1.0}], "inf"),
+        ([{}, {}], None),
+    ],
+)
+def test_a_relaxed_arm_shows_its_nats_per_token(
+    ledgers: list[dict[str, float]], cost: float | str | None
+) -> None:
+    decoder = SpeculativeDecoder(TargetModel(tiny_model()), PathDrafter([], 0, is_right=False))
+    arm = DecoderArm("regret:1", decoder, build_rule("regret:1"))
+    measured = []
+    for number, (ledger, num_tokens) in enumerate(zip(ledgers, (6, 2), strict=True)):
+        stats = GenerationStats(seed=0, rule="r", tree="8,3,2", num_tokens=num_tokens, **ledger)
+        measured.append(Measurement(number, 5, {arm.name: Answer([1] * num_tokens, 1.0, stats)}))
+    figures = arm_figures(arm, measured, arm.name, seed=0, has_phases=False)
+    assert figures["cost_per_token"] == cost
 
 
 def test_the_baseline_is_hf_where_it_is_measured_and_else_the_first() -> None:
