@@ -45,7 +45,7 @@ fetch: .venv/ready
 	touch $@
 
 .venv/ready-dev: .venv/ready pyproject.toml
-	$(INSTALL) -e ".[dev,train,demo]"
+	$(INSTALL) -e ".[dev,train,demo,judge,lm-eval]"
 	touch $@
 
 clean:

@@ -116,8 +116,9 @@ class Section:
 
     @property
     def is_scored(self) -> bool:
-        """Whether every run has an accuracy, which then is the quality."""
-        return all(point.accuracy is not None for point in self.points)
+        """Whether accuracy is the quality: every run has one, and not all are 0."""
+        found = [point.accuracy for point in self.points]
+        return None not in found and any(each.value for each in found if each is not None)
 
     @property
     def quality_name(self) -> str:
@@ -503,6 +504,8 @@ def _notes(points: Sequence[Point], speeds: Sequence[Speed]) -> list[str]:
             "code is not scored: evaluation.score --allow-code-execution runs the answers, and "
             "this report reads its scores"
         )
+    if all(p.accuracy is not None and p.accuracy.value == 0 for p in points):
+        notes.append("no run has a right answer, so that agreement is shown instead of accuracy")
     unfinished = [p.label for p in points if len(p.run.answers) < len(p.run.questions)]
     if unfinished:
         notes.append(f"questions without an answer yet: {', '.join(unfinished)}")

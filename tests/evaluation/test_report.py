@@ -222,6 +222,22 @@ def test_runs_are_compared_with_the_exact_one_line_by_line(tmp_path: Path) -> No
     assert [point.label for point in chat.points] == ["plain", "fuzzy:0.3:js"]
 
 
+def test_where_nothing_is_right_agreement_is_the_quality(tmp_path: Path) -> None:
+    wrong = (0, 0, 0, 0)
+    folders = [
+        save_run(tmp_path / "exact", "exact", numbers=wrong),
+        save_run(tmp_path / "fuzzy", "fuzzy:0.3:js", numbers=wrong),
+    ]
+    (section,) = read_sections(folders, seed=0)
+    assert section.quality_name == "agreement with exact"
+    assert section.quality(section.points[1]) == section.points[1].prefix
+    assert any("no run has a right answer" in note for note in section.notes)
+    folders.append(save_run(tmp_path / "other", "fuzzy:0.5:js"))
+    (section,) = read_sections(folders, seed=0)
+    assert section.quality_name == "accuracy"
+    assert not any("no run has a right answer" in note for note in section.notes)
+
+
 def test_rates_by_depth_and_phases_are_those_of_the_turns(tmp_path: Path) -> None:
     (section,) = read_sections([save_run(tmp_path / "exact", "exact")], seed=0)
     (point,) = section.points
