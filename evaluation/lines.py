@@ -33,8 +33,11 @@ class LineFile:
         """
         try:
             # Unbuffered: nothing is left over for close to write, and to fail at, once more.
-            with self.path.open("ab", buffering=0) as stream:
+            with self.path.open("a+b", buffering=0) as stream:
                 size = os.fstat(stream.fileno()).st_size
+                if size and os.pread(stream.fileno(), 1, size - 1) != b"\n":
+                    self.read()  # a killed run left half a line
+                    size = os.fstat(stream.fileno()).st_size
                 rest = memoryview(line + b"\n")
                 try:
                     while rest:

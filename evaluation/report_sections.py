@@ -116,9 +116,9 @@ class Section:
 
     @property
     def is_scored(self) -> bool:
-        """Whether accuracy is the quality: every run has one, and not all are 0."""
+        """Whether accuracy is the quality: every run has one, and exact gets something right."""
         found = [point.accuracy for point in self.points]
-        return None not in found and any(each.value for each in found if each is not None)
+        return None not in found and all(each.value for each in found[:1] if each is not None)
 
     @property
     def quality_name(self) -> str:
@@ -504,8 +504,8 @@ def _notes(points: Sequence[Point], speeds: Sequence[Speed]) -> list[str]:
             "code is not scored: evaluation.score --allow-code-execution runs the answers, and "
             "this report reads its scores"
         )
-    if all(p.accuracy is not None and p.accuracy.value == 0 for p in points):
-        notes.append("no run has a right answer, so that agreement is shown instead of accuracy")
+    if points[0].accuracy is not None and not points[0].accuracy.value:
+        notes.append("exact has no right answer, so that agreement is shown instead of accuracy")
     unfinished = [p.label for p in points if len(p.run.answers) < len(p.run.questions)]
     if unfinished:
         notes.append(f"questions without an answer yet: {', '.join(unfinished)}")

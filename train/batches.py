@@ -15,6 +15,7 @@ from train.shards import TokenShards
 
 # An epoch is packed to know its steps, which takes a while where --epochs only means "for long".
 COUNTED_EPOCHS = 16
+MOST_STEPS = 2.0**53
 
 Ints = npt.NDArray[np.int64]
 
@@ -84,7 +85,7 @@ class Plan:
         counted = min(int(num_epochs), COUNTED_EPOCHS)
         steps = sum(len(self._epoch(epoch)) for epoch in range(counted))
         if counted == COUNTED_EPOCHS:
-            return max(1, round(steps * num_epochs / counted))
+            return max(1, round(min(steps * (num_epochs / counted), MOST_STEPS)))
         return max(1, steps + round((num_epochs - counted) * len(self._epoch(counted))))
 
     def batch(self, step: int) -> Ints:

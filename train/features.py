@@ -30,9 +30,9 @@ from tqdm import tqdm
 from eagle_fsd.checkpoint import load_target
 from eagle_fsd.command import run
 from eagle_fsd.device import resolve_device
-from eagle_fsd.files import write_json
+from eagle_fsd.files import locked, write_json
 from eagle_fsd.target import TargetModel
-from train.prepare import read_object, tokenizer_identity
+from train.prepare import LOCK_FILE, read_object, tokenizer_identity
 from train.shards import (
     META_FILE,
     SPLITS,
@@ -46,7 +46,7 @@ LOGGER = logging.getLogger(__name__)
 FORMAT_NAME = "eagle_fsd features"
 FORMAT_VERSION = 1
 UNFINISHED_FILE = "unfinished.json"
-_CLAIM_IN_WRITING = UNFINISHED_FILE + ".tmp"  # a run was killed before it had one
+_LEFT_BEHIND = (LOCK_FILE, UNFINISHED_FILE + ".tmp")  # by a run that was killed at its beginning
 PART_TOKENS = 2**18
 # Tokens of one padded pass of the target: on a CPU as many as its caches like (13% faster than
 # 2**14), on an accelerator enough to fill it. And how much of the longest a row must fill.
@@ -138,7 +138,11 @@ class CachedFeatures:
         self._indexes: list[np.ndarray[Any, Any]] = []
         self._rows: list[np.ndarray[Any, Any]] = []
         for number in range(self.meta["splits"][split]["parts"]):
-            self._open(self.folder / split, number)
+            index = _read_index(self.folder / split, number, self.hidden_size)
+            shape = (int(index[-1]), self.hidden_size)
+            rows = self.folder / split / _part_names(number)[0]
+            self._indexes.append(index)
+            self._rows.append(np.memmap(rows, dtype="<i2", mode="r", shape=shape))
         self._first = np.cumsum([0, *(len(index) - 1 for index in self._indexes)])
         if len(self) != self.meta["splits"][split]["conversations"]:
             raise ValueError(f"{str(self.folder / split)!r} is not complete; make it again")
@@ -161,20 +165,34 @@ class CachedFeatures:
         rows = self._rows[part][first + request.start : first + request.stop]
         return torch.from_numpy(rows.astype(np.int16, copy=True)).view(torch.bfloat16)
 
-    def _open(self, folder: Path, number: int) -> None:
-        rows, index = (folder / name for name in _part_names(number))
-        for path in (rows, index):
-            if not path.is_file():
-                raise FileNotFoundError(f"feature file {str(path)!r} is missing; make it again")
-        offsets = np.load(index, mmap_mode="r")
-        shape = (int(offsets[-1]), self.hidden_size)
-        if rows.stat().st_size != 2 * shape[0] * shape[1]:
-            raise ValueError(
-                f"{str(rows)!r} has {rows.stat().st_size} bytes, its index says "
-                f"{2 * shape[0] * shape[1]}; make the features again"
+
+def _read_index(folder: Path, number: int, hidden_size: int) -> np.ndarray[Any, Any]:
+    """Where each conversation of a part begins and the last one ends, in rows.
+
+    Raises:
+        FileNotFoundError: if a file of the part is missing.
+        ValueError: if the two files do not fit each other.
+    """
+    rows, index = (folder / name for name in _part_names(number))
+    for path in (rows, index):
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"feature file {str(path)!r} is missing; clear the folder and make the features "
+                "again"
             )
-        self._indexes.append(offsets)
-        self._rows.append(np.memmap(rows, dtype="<i2", mode="r", shape=shape))
+    try:
+        offsets = np.load(index, mmap_mode="r")
+    except (EOFError, ValueError) as error:
+        raise ValueError(
+            f"{str(index)!r} is no index; clear the folder and make the features again"
+        ) from error
+    num_bytes = 2 * int(offsets[-1]) * hidden_size
+    if rows.stat().st_size != num_bytes:
+        raise ValueError(
+            f"{str(rows)!r} has {rows.stat().st_size} bytes, its index says {num_bytes}; clear the "
+            "folder and make the features again"
+        )
+    return offsets
 
 
 def read_features_meta(folder: str | Path) -> dict[str, Any]:
@@ -203,7 +221,7 @@ def shards_identity(folder: str | Path) -> str:
 
 
 def target_identity(target: TargetModel) -> str:
-    """A digest that tells one target's weights from another's: its embeddings and last norm."""
+    """A digest that tells one target's weights from another's, by 64 values of each parameter."""
     digest = hashlib.sha256()
     parameters = dict(target.model.named_parameters())
     for name in sorted(parameters):
@@ -314,26 +332,44 @@ def compute_features(config: FeaturesConfig) -> dict[str, Any]:
         "part_tokens": config.part_tokens,
     }
     output = Path(config.output)
-    finished = _check_output(output, identity)
-    if finished is not None:
-        return finished
+    _check_output(output, identity)  # before a target is loaded, and anything written
     target, tokenizer = load_for_training(
         config.target, config.dtype, resolve_device(config.device)
     )
     check_shards(config.shards, target, tokenizer)
-    _claim(output, identity | {"target_sha256": target_identity(target)})
+    output.mkdir(parents=True, exist_ok=True)
+    busy = f"another run writes features in {str(output)!r}; wait for it or name another folder"
+    with locked(output / LOCK_FILE, busy):
+        return _compute(config, identity, target)
+
+
+def _compute(
+    config: FeaturesConfig, identity: dict[str, Any], target: TargetModel
+) -> dict[str, Any]:
+    """Writes what the folder, which is locked, does not hold yet."""
+    output, weights = Path(config.output), target_identity(target)
+    finished = _check_output(output, identity)
+    if finished is not None:
+        _check_weights(output, identity, finished, weights)
+        for split in SPLITS:
+            CachedFeatures(output, split)  # a damaged part is told
+        return finished
+    unfinished = output / UNFINISHED_FILE
+    begun = read_object(unfinished) if unfinished.is_file() else {}
+    _check_weights(output, identity, begun, weights)
+    write_json(unfinished, identity | {"target_sha256": weights})
     splits = {split: _write_split(config, split, target) for split in SPLITS}
     meta = {
         "format": FORMAT_NAME,
         "version": FORMAT_VERSION,
         "dtype": "bfloat16",
         "hidden_size": target.hidden_size,
-        "target_sha256": target_identity(target),
+        "target_sha256": weights,
         "splits": splits,
         "identity": identity,
     }
     write_json(output / META_FILE, meta)
-    (output / UNFINISHED_FILE).unlink()
+    unfinished.unlink()
     return meta
 
 
@@ -345,7 +381,7 @@ def _check_output(output: Path, identity: dict[str, Any]) -> dict[str, Any] | No
         found = meta["identity"]
     elif unfinished.is_file():
         found = read_object(unfinished)
-    elif output.exists() and any(path.name != _CLAIM_IN_WRITING for path in output.iterdir()):
+    elif output.exists() and any(path.name not in _LEFT_BEHIND for path in output.iterdir()):
         raise ValueError(f"output folder {str(output)!r} is not empty and holds no features")
     else:
         return None
@@ -357,17 +393,15 @@ def _check_output(output: Path, identity: dict[str, Any]) -> dict[str, Any] | No
     return meta
 
 
-def _claim(output: Path, identity: dict[str, Any]) -> None:
-    """Begins a folder, or goes on with it if the target still has the weights it began with."""
-    unfinished = output / UNFINISHED_FILE
-    begun = read_object(unfinished) if unfinished.is_file() else {}
-    if begun.get("target_sha256", identity["target_sha256"]) != identity["target_sha256"]:
+def _check_weights(
+    output: Path, identity: dict[str, Any], begun: dict[str, Any], weights: str
+) -> None:
+    """Refuses a target that has other weights than when the folder was begun."""
+    if begun.get("target_sha256", weights) != weights:
         raise ValueError(
             f"output folder {str(output)!r} was begun with other weights of the target "
             f"{identity['target']!r}; choose or clear a folder"
         )
-    output.mkdir(parents=True, exist_ok=True)
-    write_json(unfinished, identity)
 
 
 def _write_split(config: FeaturesConfig, split: str, target: TargetModel) -> dict[str, int]:
@@ -379,12 +413,19 @@ def _write_split(config: FeaturesConfig, split: str, target: TargetModel) -> dic
     num_tokens = sum(int(shards.lengths[first:end].sum()) for first, end in parts)
     with tqdm(total=num_tokens, unit="tok", unit_scale=True, desc=split, disable=None) as bar:
         for number, (first, end) in enumerate(parts):
-            if all((folder / name).is_file() for name in _part_names(number)):
+            if _is_whole(folder, number, target.hidden_size, end - first):
                 bar.update(int(shards.lengths[first:end].sum()))
             else:
                 _write_part(folder, number, shards, range(first, end), source, bar)
     count = parts[-1][1] if parts else 0
     return {"parts": len(parts), "conversations": count, "tokens": num_tokens}
+
+
+def _is_whole(folder: Path, number: int, hidden_size: int, num_conversations: int) -> bool:
+    try:
+        return len(_read_index(folder, number, hidden_size)) == num_conversations + 1
+    except (FileNotFoundError, ValueError):
+        return False
 
 
 def _parts(
@@ -429,6 +470,8 @@ def _write_part(
         index = folder / (index_name + ".tmp")
         with index.open("wb") as stream:
             np.save(stream, np.asarray(offsets, dtype="<i8"))
+            stream.flush()
+            os.fsync(stream.fileno())
         temporary.replace(folder / rows_name)
         index.replace(folder / index_name)
     finally:

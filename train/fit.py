@@ -373,10 +373,10 @@ class Trainer:
         self._run.save_head(name, head.to(DTYPES[self.config.dtype]), self._extras(), self.vocab)
 
     def _extras(self) -> dict[str, Any]:
-        vocab = self.vocab or {"size": None, "coverage": None}
+        vocab = self.vocab or {}  # a file may hold the ids alone
         return {
-            "draft_vocab_size": vocab["size"],
-            "draft_vocab_coverage": vocab["coverage"],
+            "draft_vocab_size": len(vocab["token_ids"]) if vocab else None,
+            "draft_vocab_coverage": vocab.get("coverage"),
             "training": {
                 "args": {
                     key: value

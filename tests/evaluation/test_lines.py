@@ -30,3 +30,12 @@ def test_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "lines").symlink_to(FULL)
     with pytest.raises(OSError, match=r"cannot write .*lines: No space left.*goes on from it"):
         LineFile(tmp_path / "lines").append(b"one")
+
+
+def test_a_line_behind_half_a_line_takes_its_place(tmp_path: Path) -> None:
+    lines = LineFile(tmp_path / "lines")
+    lines.append(b"first")
+    with lines.path.open("ab") as stream:
+        stream.write(b"hal")
+    lines.append(b"second")
+    assert lines.path.read_bytes() == b"first\nsecond\n"

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from eagle_fsd.files import write_json
+from eagle_fsd.files import locked, write_json
 from eagle_fsd.target import TargetModel
 from tests.train.tiny import (
     H,
@@ -139,6 +139,39 @@ def test_a_run_does_not_go_on_with_other_weights(folders, tmp_path, monkeypatch)
         compute_features(mine)
     tiny_model().save_pretrained(target)
     compute_features(mine)
+
+
+def test_a_finished_folder_of_other_weights_or_with_a_lost_part_is_told(folders, tmp_path):
+    target = save_target(tmp_path / "target")
+    mine = replace(config(folders, tmp_path / "out"), target=target)
+    compute_features(mine)
+    tiny_model(seed=1).save_pretrained(target)
+    with pytest.raises(ValueError, match="begun with other weights of the target"):
+        compute_features(mine)
+    tiny_model().save_pretrained(target)
+    (tmp_path / "out" / "train" / "index-00000.npy").write_bytes(b"")
+    with pytest.raises(ValueError, match="is no index; clear the folder"):
+        compute_features(mine)
+    (tmp_path / "out" / "train" / "index-00000.npy").unlink()
+    with pytest.raises(FileNotFoundError, match="is missing; clear the folder"):
+        compute_features(mine)
+
+
+def test_a_part_that_is_not_whole_is_made_again(folders, tmp_path):
+    meta = compute_features(config(folders, tmp_path / "out"))
+    index = tmp_path / "out" / "train" / "index-00000.npy"
+    whole_index = index.read_bytes()
+    index.write_bytes(b"")
+    (tmp_path / "out" / META_FILE).unlink()
+    (tmp_path / "out" / "unfinished.json").write_text(json.dumps(meta["identity"]))
+    assert compute_features(config(folders, tmp_path / "out")) == meta
+    assert index.read_bytes() == whole_index
+
+
+def test_two_runs_do_not_write_into_one_folder(folders, tmp_path):
+    (tmp_path / "out").mkdir()
+    with locked(tmp_path / "out" / ".lock", "busy"), pytest.raises(RuntimeError, match="another"):
+        compute_features(config(folders, tmp_path / "out"))
 
 
 def test_a_run_killed_before_it_had_a_claim_begins_anew(folders, tmp_path):

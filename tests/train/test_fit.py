@@ -174,6 +174,7 @@ def test_any_number_of_epochs_has_its_steps_at_once(shards):
     plan = Plan(pieces, batch_tokens=60, seed=3)
     counted = plan.num_steps(COUNTED_EPOCHS)
     assert plan.num_steps(1e9) == round(1e9 * counted / COUNTED_EPOCHS)
+    assert plan.num_steps(1e308) >= plan.num_steps(1e12)
     assert plan.num_steps(0.5) == round(0.5 * plan.num_steps(1))
     whole = sum(len(pack(order, pieces.num_rows, 60)) for order in _orders(pieces, 3, 3))
     assert plan.num_steps(3) == whole
@@ -493,6 +494,15 @@ def test_a_draft_vocabulary_goes_with_the_head(target, shards, tmp_path):
     config = json.loads((tmp_path / "run" / "last" / "config.json").read_text())
     assert config["eagle_fsd"]["draft_vocab_size"] == 40
     assert config["vocab_size"] == V
+
+
+def test_a_draft_vocabulary_of_ids_alone_is_enough(target, shards, tmp_path):
+    file = tmp_path / "ids.json"
+    file.write_text(json.dumps({"token_ids": [*range(1, 10)]}))
+    assert main(flags(target, shards, tmp_path / "run", "--draft-vocab", str(file))) == 0
+    config = json.loads((tmp_path / "run" / "last" / "config.json").read_text())
+    assert config["eagle_fsd"]["draft_vocab_size"] == 9
+    assert config["eagle_fsd"]["draft_vocab_coverage"] is None
 
 
 def test_a_limit_in_minutes_ends_the_run_and_its_schedule(target, shards, tmp_path):
