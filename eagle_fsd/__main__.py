@@ -220,17 +220,20 @@ def _calibrate(args: argparse.Namespace) -> None:
     make_folder(args.output)  # before the work, not after it
     options = {"max_new_tokens": args.max_new_tokens, "seed": args.seed}
     calibration = calibrate(decoder, prompts, rules, dataclasses.asdict(sampling) | options)
-    text, picture = save(calibration, args.output)
-    _write(f"{calibration.table()}\n\nwritten: {text}, {picture}\n")
+    _write(f"{calibration.table()}\n\n")
+    chosen = None
     if gain is not None:
         chosen = calibration.for_gain(gain)
     elif bound is not None:
         chosen = calibration.within_cost(bound)
-    else:
-        return
-    if chosen is None:
+    try:
+        text, picture = save(calibration, args.output)
+        _write(f"written: {text}, {picture}\n")
+    finally:  # a full disk does not take the answer away
+        if chosen is not None:
+            _write(f"--rule {chosen.rule}\n")
+    if chosen is None and (gain, bound) != (None, None):
         raise ValueError("no knob of the grid meets the wish; ask for less, or give --knobs")
-    _write(f"--rule {chosen.rule}\n")
 
 
 def _split(text: str) -> list[str]:

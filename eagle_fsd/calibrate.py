@@ -268,15 +268,22 @@ def make_folder(folder: str | Path) -> Path:
 
 
 def save(calibration: Calibration, folder: str | Path) -> tuple[Path, Path]:
-    """Writes calibration.json and calibration.png, each whole or not at all."""
+    """Writes calibration.json and calibration.png, each whole or not at all.
+
+    Raises:
+        OSError: on a full disk; a file that is written already stays.
+    """
     folder = make_folder(folder)
     text, picture = folder / "calibration.json", folder / "calibration.png"
-    with tempfile.TemporaryDirectory(dir=folder) as staging:
-        draft = Path(staging) / text.name
-        draft.write_text(json.dumps(calibration.to_dict(), indent=1, default=str) + "\n")
-        _plot(calibration, Path(staging) / picture.name)
-        draft.replace(text)
-        (Path(staging) / picture.name).replace(picture)
+    try:
+        with tempfile.TemporaryDirectory(dir=folder) as staging:
+            draft = Path(staging) / text.name
+            draft.write_text(json.dumps(calibration.to_dict(), indent=1, default=str) + "\n")
+            draft.replace(text)
+            _plot(calibration, Path(staging) / picture.name)
+            (Path(staging) / picture.name).replace(picture)
+    except OSError as error:
+        raise OSError(f"cannot write into {str(folder)!r}: {error.strerror or error}") from error
     return text, picture
 
 

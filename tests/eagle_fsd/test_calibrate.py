@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import random
@@ -352,6 +353,23 @@ def test_the_command_prints_saves_and_picks(
     assert build_rule(chosen).spec == chosen
     lengths = {entry["rule"]: entry["acceptance_length"] for entry in data["rows"]}
     assert lengths[chosen] >= 1.05 * lengths["exact"]
+
+
+def test_the_table_and_the_pick_are_told_when_the_disk_is_full(
+    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("eagle_fsd.calibrate._plot", full)
+    changes = {"rule": "coverage", "max_kl_per_token": 50.0}
+    assert main(arguments(models, tmp_path, **changes)) != 0
+    captured = capsys.readouterr()
+    assert "coverage:inf" in captured.out
+    assert captured.out.splitlines()[-1].startswith("--rule coverage")
+    assert "cannot write into" in captured.err
+    assert "No space left on device" in captured.err
+    assert [path.name for path in tmp_path.iterdir()] == ["calibration.json"]
 
 
 @pytest.mark.parametrize(
