@@ -575,7 +575,7 @@ def start(*arguments: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # A shell's background job, which the tests may be, ignores Ctrl-C, and so would its children.
+        # A background job of a shell ignores Ctrl-C, and so do its children: the tests may be one.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
