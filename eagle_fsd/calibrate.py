@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from tqdm import tqdm
 
 from eagle_fsd.acceptance import RULES, AcceptanceRule, Exact, build_rule
 from eagle_fsd.decoder import SpeculativeDecoder
-from eagle_fsd.files import read_lines
+from eagle_fsd.files import read_lines, whole_file, write_text
 from eagle_fsd.recorder import Expectation, Recorder
 
 # Grids wide enough to run from "next to nothing" to "nearly everything" on models seen so far.
@@ -276,12 +275,9 @@ def save(calibration: Calibration, folder: str | Path) -> tuple[Path, Path]:
     folder = make_folder(folder)
     text, picture = folder / "calibration.json", folder / "calibration.png"
     try:
-        with tempfile.TemporaryDirectory(dir=folder) as staging:
-            draft = Path(staging) / text.name
-            draft.write_text(json.dumps(calibration.to_dict(), indent=1, default=str) + "\n")
-            draft.replace(text)
-            _plot(calibration, Path(staging) / picture.name)
-            (Path(staging) / picture.name).replace(picture)
+        write_text(text, json.dumps(calibration.to_dict(), indent=1, default=str) + "\n")
+        with whole_file(picture) as temporary:
+            _plot(calibration, temporary)
     except OSError as error:
         raise OSError(f"cannot write into {str(folder)!r}: {error.strerror or error}") from error
     return text, picture
@@ -325,4 +321,4 @@ def _plot(calibration: Calibration, path: Path) -> None:
     axes.set_xlabel(f"{calibration.cost_name} per token (nats)")
     axes.set_ylabel("predicted acceptance length")
     axes.legend()
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, format="png", dpi=130)

@@ -117,8 +117,8 @@ class Section:
     @property
     def is_scored(self) -> bool:
         """Whether accuracy is the quality: every run has one, and exact gets something right."""
-        found = [point.accuracy for point in self.points]
-        return None not in found and all(each.value for each in found[:1] if each is not None)
+        has_all = all(point.accuracy is not None for point in self.points)
+        return has_all and not _exact_is_all_wrong(self.points)
 
     @property
     def quality_name(self) -> str:
@@ -486,6 +486,12 @@ def _phases_ms(run: Run) -> dict[str, float] | None:
     return {name: 1000.0 * spent / num_tokens for name, spent in seconds.items()}
 
 
+def _exact_is_all_wrong(points: Sequence[Point]) -> bool:
+    """Whether the exact run, the first, is scored and has no right answer."""
+    accuracy = points[0].accuracy if points else None
+    return accuracy is not None and not accuracy.value
+
+
 def _notes(points: Sequence[Point], speeds: Sequence[Speed]) -> list[str]:
     """What does not show in the figures themselves."""
     exact = points[0].run
@@ -504,7 +510,7 @@ def _notes(points: Sequence[Point], speeds: Sequence[Speed]) -> list[str]:
             "code is not scored: evaluation.score --allow-code-execution runs the answers, and "
             "this report reads its scores"
         )
-    if points[0].accuracy is not None and not points[0].accuracy.value:
+    if _exact_is_all_wrong(points):
         notes.append("exact has no right answer, so that agreement is shown instead of accuracy")
     unfinished = [p.label for p in points if len(p.run.answers) < len(p.run.questions)]
     if unfinished:

@@ -32,7 +32,13 @@ from eagle_fsd.command import run
 from eagle_fsd.device import resolve_device
 from eagle_fsd.files import locked, write_json
 from eagle_fsd.target import TargetModel
-from train.prepare import LOCK_FILE, read_object, tokenizer_identity
+from train.prepare import (
+    LEFT_BEHIND,
+    LOCK_FILE,
+    UNFINISHED_FILE,
+    read_object,
+    tokenizer_identity,
+)
 from train.shards import (
     META_FILE,
     SPLITS,
@@ -45,8 +51,6 @@ LOGGER = logging.getLogger(__name__)
 
 FORMAT_NAME = "eagle_fsd features"
 FORMAT_VERSION = 1
-UNFINISHED_FILE = "unfinished.json"
-_LEFT_BEHIND = (LOCK_FILE, UNFINISHED_FILE + ".tmp")  # by a run that was killed at its beginning
 PART_TOKENS = 2**18
 # Tokens of one padded pass of the target: on a CPU as many as its caches like (13% faster than
 # 2**14), on an accelerator enough to fill it. And how much of the longest a row must fill.
@@ -381,7 +385,7 @@ def _check_output(output: Path, identity: dict[str, Any]) -> dict[str, Any] | No
         found = meta["identity"]
     elif unfinished.is_file():
         found = read_object(unfinished)
-    elif output.exists() and any(path.name not in _LEFT_BEHIND for path in output.iterdir()):
+    elif output.exists() and {path.name for path in output.iterdir()} - LEFT_BEHIND:
         raise ValueError(f"output folder {str(output)!r} is not empty and holds no features")
     else:
         return None

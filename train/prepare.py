@@ -65,6 +65,7 @@ Stage = Callable[[Iterable[Conversation]], Iterable[Conversation]]
 
 UNFINISHED_FILE = "unfinished.json"
 LOCK_FILE = ".lock"
+LEFT_BEHIND = {UNFINISHED_FILE + ".tmp", LOCK_FILE}  # by a run that was killed at its beginning
 FEW_CONVERSATIONS = 1000
 NO_PREFIX = "ids are no prefix of the longer chat's"
 
@@ -509,7 +510,7 @@ def find_finished(output: Path, identity: dict[str, Any]) -> dict[str, Any] | No
         found = meta["identity"]
     elif unfinished.exists():
         found = read_object(unfinished)
-    elif {path.name for path in output.iterdir()} - {UNFINISHED_FILE + ".tmp", LOCK_FILE}:
+    elif {path.name for path in output.iterdir()} - LEFT_BEHIND:
         raise ValueError(f"output folder {str(output)!r} is not empty and holds no shards")
     else:
         return None
