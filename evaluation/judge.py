@@ -199,17 +199,25 @@ class Judging:
                         f"{error}; all ratings so far are kept, the same command goes on from there"
                     ) from error
                 except KeyboardInterrupt:
-                    sys.stderr.write(
-                        "waiting for the requests under way; Ctrl-C again gives them up\n"
-                    )
+                    self._wait(pool)
                     raise
                 finally:
                     self._client.stop()
                     pool.shutdown(wait=False, cancel_futures=True)
-        except KeyboardInterrupt:  # the second one ends the wait at the pool's end
+        except KeyboardInterrupt:  # one that ends the wait at the pool's end
             self._client.abandon()
             raise
         return outcome
+
+    def _wait(self, pool: ThreadPoolExecutor) -> None:
+        """Waits for the requests under way; from the words on another Ctrl-C gives them up."""
+        try:
+            sys.stderr.write("waiting for the requests under way; Ctrl-C again gives them up\n")
+            self._client.stop()
+            pool.shutdown(cancel_futures=True)
+        except KeyboardInterrupt:
+            self._client.abandon()
+            raise
 
     def _collect(self, futures: Mapping[Future[dict[str, Any]], Match], outcome: Outcome) -> None:
         num_malformed = 0

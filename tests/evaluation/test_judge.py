@@ -26,7 +26,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evaluation.answers import RunFolder
-from evaluation.judge import Prices, main
+from evaluation.judge import Judging, Prices, main
 from evaluation.judge_client import (
     JudgeClient,
     JudgeConfig,
@@ -37,6 +37,7 @@ from evaluation.judge_client import (
 from evaluation.judge_file import JudgmentFile
 from evaluation.judge_prompts import (
     MALFORMED,
+    Match,
     build_matches,
     read_judge_prompts,
     read_rating,
@@ -628,6 +629,36 @@ def test_a_second_ctrl_c_gives_up_what_is_under_way(
     _, errors = process.communicate(timeout=20)
     assert process.returncode == 130, errors
     assert "Traceback" not in errors
+
+
+def test_a_second_ctrl_c_right_behind_the_words_gives_up_as_well(tmp_path: Path) -> None:
+    started, abandoned, given_up = threading.Event(), threading.Event(), []
+
+    class Client:
+        num_stops = 0
+
+        def ask(self, *_: str) -> None:
+            started.set()
+            given_up.append(abandoned.wait(5))
+            raise StoppedError
+
+        def stop(self) -> None:
+            self.num_stops += 1
+            if self.num_stops == 1:
+                raise KeyboardInterrupt
+
+        abandon = staticmethod(abandoned.set)
+
+    class Interrupted(Judging):
+        def _collect(self, *_: Any) -> None:
+            assert started.wait(5)
+            raise KeyboardInterrupt
+
+    match = Match("q", "m", 1, "single-v1", "system", "prompt")
+    judging = Interrupted(Client(), JudgmentFile(tmp_path, "judge"), "judge")
+    with pytest.raises(KeyboardInterrupt):
+        judging.run([match], 1)
+    assert given_up == [True]
 
 
 @pytest.mark.slow
